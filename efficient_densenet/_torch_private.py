@@ -160,9 +160,13 @@ _DispatchKeySet = _private("_C.DispatchKeySet", PREDICTION)
 _parse_dispatch_key = _private("_C._parse_dispatch_key", PREDICTION)
 
 
-def run_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation as those that it consists of, if it is one that autograd does not know; else NotImplemented."""
+def run_parts(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str | None = None) -> Any:
+    """Run an operation as those that it consists of, if it is one that autograd does not know, and has no
+    implementation of its own for the type of device; else NotImplemented."""
     is_composite = _dispatch_has_kernel(operation.name(), "CompositeImplicitAutograd")
+    if device_type is not None:
+        keys = device_type.upper(), "CompositeExplicitAutograd"
+        is_composite = is_composite and not any(_dispatch_has_kernel(operation.name(), key) for key in keys)
     return operation.decompose(*args, **kwargs) if is_composite else NotImplemented
 
 

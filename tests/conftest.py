@@ -8,6 +8,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # idle threads of one worker leave the 
 import torch
 import torch.distributed as dist
 
+from efficient_densenet.engine.recording import programs
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, which looks once
 
@@ -27,6 +29,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_programs():
+    """A program of another test would not see what this one replaces."""
+    programs.forget()
 
 
 @pytest.fixture

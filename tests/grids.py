@@ -36,7 +36,7 @@ def pairwise(where: Callable[..., bool] | None = None, /, **axes: Iterable) -> t
     return names, [param for param in params if not param.marks]
 
 
-def sampled(where: Callable[..., bool], /, count: int = 4000, **axes: Sequence) -> tuple[str, list]:
+def sampled(where: Callable[..., bool], /, count: int = 1500, **axes: Sequence) -> tuple[str, list]:
     """Like `grid`, for a product that is too large to list: `count` random combinations take its place.
 
     The first tier covers every pair of values among them; 300 of the others are exhaustive.

@@ -18,6 +18,7 @@ from efficient_densenet import (
     CpSyncBatchNorm,
     convert_batchnorm,
     cp_BatchNorm2d,
+    restore_batchnorm,
 )
 
 
@@ -47,11 +48,6 @@ def _grad_of_several(model, forward, optimizer):
         torch.autograd.grad(output, list(model.parameters()), retain_graph=True, allow_unused=True)
 
 
-def _no_backward(model, forward, optimizer):
-    forward(model, 0)
-    forward(model, 1)
-
-
 def _no_grad(model, forward, optimizer):
     with torch.no_grad():
         forward(model, 0)
@@ -66,89 +62,69 @@ def _frozen(model, forward, optimizer):
 
 
 def _mixed(model, forward, optimizer):
+    """Also a forward that is followed by no backward."""
     _no_grad(model, forward, optimizer)
     _steps(model, forward, optimizer)
     model.eval()
     _steps(model, forward, optimizer)
     model.train()
-    _no_backward(model, forward, optimizer)
+    forward(model, 0)
     _accumulated(model, forward, optimizer)
 
 
-ROWS = [_steps, _accumulated, _retained, _grad_of_several, _no_backward, _no_grad, _frozen, _mixed]
-MOMENTA = [0.1, 0.7, None]
+AROUND = "around, reentrant", "around"
 
 
-def _momentum_matters(row, momentum, **_):
-    """Frozen norms keep what they have."""
-    return row is not _frozen or momentum == 0.1
-
-
-def _official(use_reentrant):
-    return lambda function, x: torch_checkpoint(function, x, use_reentrant=use_reentrant)
-
-
-@pytest.mark.parametrize(
-    *grid(
-        _momentum_matters,
-        engine=["plain", "official", "checkpoint", "shared"],
-        row=ROWS,
-        momentum=MOMENTA,
-    )
-)
-def test_engines(engine, row, momentum):
-    plain = small_model("bc", efficient=False)
-    for module in plain.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.momentum = momentum
-    ours = with_engine(plain, engine)
-    for module in plain.modules():  # the reference uses torch's norms
-        if isinstance(module, CpBatchNorm2d):
-            module.__class__ = nn.BatchNorm2d
-    for model in (ours, plain):
-        row(model, lambda model, i: model(_batch(i)), torch.optim.SGD(model.parameters(), lr=1e-3))
-    assert_same_buffers(ours, plain)
+def _network(around: bool) -> nn.Module:
+    if not around:
+        return small_model("bc", efficient=False)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)).double()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
-@pytest.mark.parametrize(*grid(_momentum_matters, use_reentrant=[False, True], row=ROWS, momentum=MOMENTA))
-def test_official_checkpointing_around_our_norms(use_reentrant, row, momentum):
-    plain = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU(), nn.Conv2d(4, 2, 1)
-    ).double()
-    ours = convert_batchnorm(copy.deepcopy(plain))
-    reentrant = _official(use_reentrant)
-    for model, run in ((ours, reentrant), (plain, lambda function, x: function(x))):
-        row(
-            model,
-            lambda model, i, run=run: run(model, _batch(i).requires_grad_()),
-            torch.optim.SGD(model.parameters(), lr=1e-3),
-        )
+@pytest.mark.parametrize(
+    *grid(
+        engine=["plain", "official", "checkpoint", "shared", *AROUND],
+        use=[_steps, _accumulated, _retained, _grad_of_several, _no_grad, _frozen, _mixed],
+        momentum=[0.1, 0.7, None],
+    )
+)
+def test_every_engine_and_torch_s_checkpoint_around_our_norms(engine, use, momentum):
+    """The reference uses torch's norms."""
+    around = engine in AROUND
+    plain = _network(around)
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = momentum
+    ours = convert_batchnorm(copy.deepcopy(plain)) if around else with_engine(plain, engine)
+    restore_batchnorm(plain)
+    assert not any(isinstance(module, CpBatchNorm2d) for module in plain.modules())
+
+    def run(model: nn.Module, i: int) -> torch.Tensor:
+        x = torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(i), dtype=torch.double)
+        if model is ours and around:
+            return torch_checkpoint(model, x.requires_grad_(), use_reentrant="reentrant" in engine)
+        return model(x)
+
+    for model in (ours, plain):
+        use(model, run, torch.optim.SGD(model.parameters(), lr=1e-3))
     assert_same_buffers(ours, plain)
-    assert_same_gradients(ours, plain)
-
-
-def _batch(i: int) -> torch.Tensor:
-    return torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(i), dtype=torch.double)
+    assert_same_gradients(ours, plain, 1e-9)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchvision_updates_checkpointed_norms_twice_and_this_package_once():
-    torch.manual_seed(0)
     arguments = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}
     reference = torchvision.models.DenseNet(**arguments, memory_efficient=True)
     ours = small_model("imagenet", **arguments, num_classes=1000, efficient="official").float()
     ours.load_state_dict(reference.state_dict())
-    x = torch.randn(2, 3, 32, 32, requires_grad=True)
+    x, counts = torch.randn(2, 3, 32, 32, requires_grad=True), []
     for model in (reference, ours):
         model(x).sum().backward()
-    counts = [
-        {name: int(count) for name, count in model.named_buffers() if name.endswith("num_batches_tracked")}
-        for model in (reference, ours)
-    ]
-    assert set(counts[1].values()) == {1}
-    assert {name for name, count in counts[0].items() if count == 2} == {n for n in counts[0] if ".norm1." in n}
-    assert {count for name, count in counts[0].items() if ".norm1." not in name} == {1}
+        named = [(name, int(count)) for name, count in model.named_buffers() if name.endswith("num_batches_tracked")]
+        counts.append({count for name, count in named if ".norm1." in name})
+        assert {count for name, count in named if ".norm1." not in name} == {1}
+    assert counts == [{2}, {1}]
 
 
 @pytest.mark.parametrize(
@@ -183,30 +159,27 @@ class CustomNorm(nn.BatchNorm2d):
         )
 
 
-def _model_with_norms() -> nn.Module:
-    return nn.Sequential(
+def test_conversion_changes_only_the_class():
+    model = nn.Sequential(
         nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ModuleList([nn.SyncBatchNorm(4), CustomNorm(4)]), nn.GroupNorm(2, 4)
     )
-
-
-def test_conversion_changes_only_the_class():
-    model = _model_with_norms()
     model[1].eval()
     hook_calls = []
     model[1].register_forward_hook(lambda *_: hook_calls.append(1))
     before = {name: id(t) for name, t in model.state_dict(keep_vars=True).items()}
+    classes = [type(module) for module in model.modules()]
     norms = [model[1], model[2][0], model[2][1]]
     assert convert_batchnorm(model) is model
     assert norms == [model[1], model[2][0], model[2][1]]
     assert {name: id(t) for name, t in model.state_dict(keep_vars=True).items()} == before
     assert [type(n) for n in norms[:2]] == [CpBatchNorm2d, CpSyncBatchNorm]
     assert isinstance(norms[2], CustomNorm)
-    assert type(model[3]) is nn.GroupNorm
     assert [n.training for n in norms] == [False, True, True]
     model[1](torch.randn(2, 4, 3, 3))
     assert hook_calls == [1]
     types = [type(m) for m in model.modules()]
     assert [type(m) for m in convert_batchnorm(model).modules()] == types
+    assert [type(m) for m in restore_batchnorm(model).modules()] == classes
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.SyncBatchNorm(4), CustomNorm(4)])
@@ -218,12 +191,6 @@ def test_every_converted_norm_updates_once(norm, copier):
     assert norm.num_batches_tracked == 2
 
 
-def test_conversion_of_a_norm_itself():
-    norm = nn.BatchNorm1d(3)
-    assert convert_batchnorm(norm) is norm
-    assert type(norm) is CpBatchNorm1d
-
-
 def test_a_lazy_norm_raises_and_nothing_is_converted():
     model = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
     with pytest.raises(ValueError, match=r"LazyBatchNorm2d.*has not seen data.*run the model once"):
@@ -231,18 +198,16 @@ def test_a_lazy_norm_raises_and_nothing_is_converted():
     assert type(model[0]) is nn.BatchNorm2d
 
 
-def test_a_recomputation_sets_no_attribute_of_the_norm():
+def test_a_recomputation_sets_no_attribute_of_the_norm(monkeypatch):
     """Another thread could see even a temporary change."""
-    norm = CpBatchNorm2d(3)
-    changes = []
+    norm, changes = CpBatchNorm2d(3), []
     original = CpBatchNorm2d.__setattr__
-    try:
-        CpBatchNorm2d.__setattr__ = lambda self, name, value: (
-            changes.append(name) if self is norm else None,
-            original(self, name, value),
-        )[1]
-        torch_checkpoint(norm, torch.randn(2, 3, 4, 4, requires_grad=True), use_reentrant=True).sum().backward()
-    finally:
-        del CpBatchNorm2d.__setattr__
+
+    def recorded(self, name, value):
+        changes.extend([name] if self is norm else [])
+        original(self, name, value)
+
+    monkeypatch.setattr(CpBatchNorm2d, "__setattr__", recorded)
+    torch_checkpoint(norm, torch.randn(2, 3, 4, 4, requires_grad=True), use_reentrant=True).sum().backward()
     assert changes == []
     assert norm.num_batches_tracked == 1

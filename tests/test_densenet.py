@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import FAMILIES, MEMORY_EFFICIENT, assert_close, random_images, small_model, with_engine
+from helpers import MEMORY_EFFICIENT, random_images, small_model
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
@@ -72,25 +72,6 @@ def test_initialization(init, axis):
                 assert module.bias.eq(0).all()
 
 
-@pytest.mark.parametrize("engine", [True, *MEMORY_EFFICIENT])
-@pytest.mark.parametrize("module_name", ["features.norm5", "features", "features.denseblock2", "features.transition1"])
-def test_full_backward_hooks(engine, module_name):
-    """Grad-CAM reads activations and gradients through these hooks."""
-    plain = small_model("bc", efficient=False)
-    x = random_images("bc").requires_grad_()
-    results = []
-    for model in (with_engine(plain, engine), plain):
-        grads, maps = [], []
-        module = model.get_submodule(module_name)
-        module.register_full_backward_hook(lambda _m, _i, output, grads=grads: grads.append(output[0]))
-        module.register_forward_hook(lambda _m, _i, output, maps=maps: maps.append(output.detach()))
-        model(x)[:, 2].sum().backward()
-        assert len(grads) == len(maps) == 1
-        results.append((grads[0], maps[0]))
-    assert_close(results[0][0], results[1][0])
-    assert_close(results[0][1], results[1][1])
-
-
 def test_a_backward_hook_alone_on_the_last_module_of_features():
     model, grads = small_model("bc"), []
     assert model.features[-1] is model.features.norm5
@@ -145,11 +126,3 @@ def test_invalid_arguments_raise_a_one_line_message(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         DenseNet(**arguments)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_channels_last_matches_contiguous(family):
-    model = small_model(family)
-    x = random_images(family)
-    expected = model.eval()(x)
-    assert_close(model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last)), expected)

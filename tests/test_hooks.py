@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from grids import grid
 from helpers import (
+    MEMORY_EFFICIENT,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
@@ -30,26 +30,9 @@ def _tensors(*values) -> Iterator[Tensor]:
             yield from _tensors(*value)
 
 
-@pytest.mark.parametrize(*grid(module_name=NAMES, hook_type=HOOK_TYPES, strength=1))
-def test_hook_fires_once_with_the_values_of_plain(module_name, hook_type):
-    plain = small_model("bc", efficient=False, drop_rate=0.1)
-    efficient = with_engine(plain, "shared")
-    seen = []
-    for model in (efficient, plain):
-        calls = []
-        seen.append(calls)
-        register = getattr(model.get_submodule(module_name), f"register_{hook_type}")
-        register(lambda module, *values, calls=calls: calls.append(list(_tensors(*values))))
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
-    assert [len(calls) for calls in seen] == [1, 1]
-    assert len(seen[0][0]) == len(seen[1][0]) > 0
-    for actual, expected in zip(seen[0][0], seen[1][0], strict=True):
-        assert_close(actual, expected)
-
-
 def test_all_hooks_at_once_and_after_their_removal():
-    plain = small_model("bc", efficient=False)
+    """Each fires once with plain's values."""
+    plain = small_model("bc", efficient=False, drop_rate=0.1)
     efficient = with_engine(plain, "shared")
     seen, handles = [[], []], []
     for model, calls in zip((efficient, plain), seen, strict=True):
@@ -91,32 +74,26 @@ def _sgd_step(parameter: Tensor) -> None:
         parameter.sub_(parameter.grad, alpha=1e-3)
 
 
-def test_optimizer_steps_within_the_backward():
-    """Each parameter is updated once its gradient is accumulated, before the backward of earlier stages."""
+@pytest.mark.parametrize("engine", MEMORY_EFFICIENT)
+def test_hooks_of_parameters_and_of_features(engine):
+    """They change gradients; and steps of an optimizer within the backward update each parameter once."""
     plain = small_model("bc", efficient=False)
-    efficient = with_engine(plain, "shared")
+    efficient, grads = with_engine(plain, engine), []
     before = [parameter.detach().clone() for parameter in plain.parameters()]
     for model in (efficient, plain):
         for parameter in model.parameters():
+            parameter.register_hook(lambda grad: grad * 3 + 1)
             parameter.register_post_accumulate_grad_hook(_sgd_step)
-    assert_same_step(efficient, plain, random_images("bc"))
-    for actual, expected, old in zip(efficient.parameters(), plain.parameters(), before, strict=True):
-        assert_close(actual.detach(), expected.detach())
-        assert not torch.equal(actual, old)
-
-
-def test_tensor_hooks_and_retained_gradients_of_features():
-    """Retained gradients and tensor hooks of a stage's output."""
-    plain = small_model("bc", efficient=False)
-    grads = []
-    for model in (with_engine(plain, "shared"), plain):
         features = model.features(random_images("bc") * 0 + torch.linspace(0, 1, 63).view(9, 7))
         features.register_hook(lambda grad: grad * 2)
         features.retain_grad()
         features.square().sum().backward()
-        grads += [features.grad, model.features.conv0.weight.grad]
-    assert_close(grads[0], grads[2])
-    assert_close(grads[1], grads[3])
+        grads.append(features.grad)
+    assert_close(*grads)
+    assert_same_gradients(efficient, plain)
+    for actual, expected, old in zip(efficient.parameters(), plain.parameters(), before, strict=True):
+        assert_close(actual.detach(), expected.detach())
+        assert expected.grad is None or not torch.equal(actual, old)
 
 
 class NestedStep(nn.Module):

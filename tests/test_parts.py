@@ -167,7 +167,6 @@ def _valid(consumer, run, frozen, new_features_only, loss, **_):
 @pytest.mark.parametrize(
     *sampled(
         _valid,
-        count=2000,
         newest_first=[True, False],
         new_features_only=[False, True],
         bottleneck=[True, False],

@@ -14,6 +14,7 @@ from helpers import (
     assert_same_buffers,
     assert_same_gradients,
     freeze_norms,
+    freeze_parameters,
     random_images,
     small_model,
     with_engine,
@@ -88,7 +89,18 @@ def _own_parameters(model: nn.Module) -> list[Tensor]:
     return [value]
 
 
-@pytest.mark.parametrize("use", [_wgan_gp, _maml, _some_inputs, _two_gradients, _own_parameters])
+def _trained_after_the_features(model: nn.Module) -> list[Tensor]:
+    """A map that needs no gradient, before the modules that alone are trained."""
+    freeze_parameters(model, lambda name: name.startswith(("features.transition1", "classifier")))
+    maps = model.as_backbone((1, 2), maps="raw")(random_images("bc", batch=3))
+    trained = list(model.features.transition1.parameters())
+    _squares(*torch.autograd.grad(_squares(*maps), trained, create_graph=True)).backward()
+    return list(maps)
+
+
+@pytest.mark.parametrize(
+    "use", [_wgan_gp, _maml, _some_inputs, _two_gradients, _own_parameters, _trained_after_the_features]
+)
 def test_uses(use):
     plain, results = small_model("bc", efficient=False), []
     ours = with_engine(plain, "shared")

@@ -83,13 +83,14 @@ def test_momentum_of_each_norm():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("absent", ["num_batches_tracked", "running_mean running_var", "all"])
+@pytest.mark.parametrize("absent", ["num_batches_tracked", "running_mean running_var", "all", "tracking"])
 def test_norms_without_some_buffers(absent, momentum):
     plain = small_model("bc", efficient=False)
     for name, module in plain.named_modules():
         if name.endswith("norm2"):
             module.momentum = momentum
-            vars(module)["_buffers"].update(dict.fromkeys(absent.split()) if absent != "all" else {})
+            module.track_running_stats = absent != "tracking"
+            vars(module)["_buffers"].update(dict.fromkeys(absent.split()) if "_" in absent else {})
     for layer in (plain.features.denseblock1.denselayer1, plain.features.denseblock2.denselayer1):
         if absent == "all":
             layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, track_running_stats=False).double()
@@ -203,11 +204,11 @@ def test_memory_grows_linearly_with_depth(monkeypatch):
 
 def test_a_stage_s_input_is_freed_in_the_forward():
     """What the first convolution returns is stored in the features, and needed by nobody else."""
-    model, x = DenseNet(2, (1,), num_init_features=64, efficient="shared"), torch.randn(4, 3, 32, 32)
-    step = lambda: model.features(x).sum().backward()  # noqa: E731
+    model, x = DenseNet(2, (1, 1), num_init_features=64, efficient="shared"), torch.randn(4, 3, 32, 32)
+    step = lambda: model(x).sum().backward()  # noqa: E731
     step()
-    # The features, their gradient, the output and its gradient are all nearly as large as the input.
-    assert tensor_peak(step) < 4.7 * 4 * 64 * 32 * 32 * 4
+    # The features, their gradient and the input's gradient are all nearly as large as the input.
+    assert tensor_peak(step) < 3.8 * 4 * 64 * 32 * 32 * 4
 
 
 def test_features_are_saved_once_as_counted_on_the_meta_device():

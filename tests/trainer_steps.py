@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision.models.densenet as torchvision_densenet
-from sharded_steps import largest_difference, recorded_engines
+from process_steps import largest_difference, recorded_engines
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor

@@ -22,6 +22,8 @@ from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
 from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
 from ..kernels import scratch
+from ..kernels.interface import Kernels
+from .recording import programs
 
 LIBRARY = torch.library.Library("efficient_densenet", "FRAGMENT")
 USE_CHECKPOINT = (
@@ -61,6 +63,10 @@ class Operator:
 
     def decode(self, text: str) -> Any:
         """The specification whose `encoded` is `text`."""
+        raise NotImplementedError
+
+    def kernels(self, spec: Any, x: Tensor) -> Kernels:
+        """The kernels for x."""
         raise NotImplementedError
 
     def compute(self, spec: Any, inputs: Any) -> list[Tensor]:
@@ -179,8 +185,15 @@ class Operator:
         return [next(grads) if needed else None for needed in needs_grad]
 
     def _run_forward(self, spec: Any, inputs: Any) -> list[Tensor]:
-        with autocast_disabled(inputs.x), scratch.reused():
-            return self.compute(spec, inputs)
+        def compute() -> list[Tensor]:
+            with scratch.reused():
+                return self.compute(spec, inputs)
+
+        with autocast_disabled(inputs.x):
+            if spec.sync_group is not None:
+                return compute()
+            settings = self.name, spec, self.kernels(spec, inputs.x)
+            return programs.run(compute, settings, _flat(inputs))
 
     def _run_backward(
         self,
@@ -191,8 +204,26 @@ class Operator:
         needs_grad: Sequence[bool],
     ) -> list[Tensor]:
         """The gradients that are needed, contiguous and in the dtype of the parameters."""
-        with autocast_disabled(saved[0]), scratch.reused():
-            grad_input, *grads = self.gradients(spec, grad_outputs, shape, saved, needs_grad)
+
+        def compute() -> list[Tensor]:
+            with scratch.reused():
+                return self._needed_gradients(spec, grad_outputs, shape, saved, needs_grad)
+
+        with autocast_disabled(saved[0]):
+            if spec.sync_group is not None:
+                return compute()
+            settings = self.name, spec, self.kernels(spec, saved[0]), tuple(needs_grad), shape
+            return programs.run(compute, settings, [*grad_outputs, *_flat(saved)])
+
+    def _needed_gradients(
+        self,
+        spec: Any,
+        grad_outputs: Sequence[Tensor | None],
+        shape: torch.Size,
+        saved: Any,
+        needs_grad: Sequence[bool],
+    ) -> list[Tensor]:
+        grad_input, *grads = self.gradients(spec, grad_outputs, shape, saved, needs_grad)
         needed = [
             as_dtype(grad, parameter.dtype).contiguous()
             for grad, parameter, needed in zip(grads, saved.parameters, needs_grad[1:], strict=True)

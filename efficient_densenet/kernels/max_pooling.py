@@ -12,10 +12,10 @@ from .._dimensions import dimensions_of
 class MaxPool(NamedTuple):
     """The settings of the pooling. Signals are pooled as images of one row, as in PyTorch."""
 
-    kernel_size: list[int]
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
+    kernel_size: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
     ceil_mode: bool
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ class MaxPool(NamedTuple):
 
     def _for_images(self) -> "MaxPool":
         kernel_size, stride, padding, dilation, ceil_mode = self
-        return MaxPool([1, *kernel_size], [1, *stride], [0, *padding], [1, *dilation], ceil_mode)
+        return MaxPool((1, *kernel_size), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
 
 
 def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:

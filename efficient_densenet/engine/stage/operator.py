@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype
-from ...kernels.interface import MEAN
+from ...kernels import kernels_for
+from ...kernels.interface import MEAN, Kernels
 from ...kernels.portable import to_spatial
 from ..operator import EngineNode, Operator
 from .backward import Backward
@@ -28,6 +29,9 @@ class StageOperator(Operator):
 
     def decode(self, text: str) -> StageSpec:
         return decode(text)
+
+    def kernels(self, spec: StageSpec, x: Tensor) -> Kernels:
+        return kernels_for(x, spec.activations)
 
     def compute(self, spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
         forward = Forward(spec, inputs)

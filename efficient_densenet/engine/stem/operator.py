@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ..._tensors import memory_format_of
+from ...kernels import kernels_for
+from ...kernels.interface import Kernels
 from ..operator import EngineNode, Operator
 from ..stage.second_order import plain_norm
 from .backward import backward
@@ -43,6 +45,9 @@ class StemOperator(Operator):
 
     def decode(self, text: str) -> StemSpec:
         return decode(text)
+
+    def kernels(self, spec: StemSpec, x: Tensor) -> Kernels:
+        return kernels_for(x, [spec.activation.name])
 
     def compute(self, spec: StemSpec, inputs: StemInputs) -> list[Tensor]:
         norm_weight, norm_bias, weight, bias = inputs.parameters

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,12 @@ class StemSpec(NamedTuple):
 def decode(text: str) -> StemSpec:
     """The specification whose `encoded` is `text`."""
     *settings, activation, conv, pool = json.loads(text)
-    return StemSpec._make([*settings, ActivationSpec(*activation), Conv(*conv), MaxPool(*pool)])
+    conv, pool = (map(_hashable, values) for values in (conv, pool))
+    return StemSpec._make([*settings, ActivationSpec(*activation), Conv._make(conv), MaxPool._make(pool)])
+
+
+def _hashable(setting: Any) -> Any:
+    return tuple(setting) if isinstance(setting, list) else setting
 
 
 def read_spec(stem: Stem, x: Tensor) -> StemSpec:
@@ -102,13 +107,13 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
 
 
-def _per_dim(setting: int | tuple[int, ...], dims: int) -> list[int]:
-    return _integers(setting) if isinstance(setting, tuple) else [int(setting)] * dims
+def _per_dim(setting: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
+    return _integers(setting) if isinstance(setting, tuple) else (int(setting),) * dims
 
 
-def _integers(setting: Iterable[int]) -> list[int]:
+def _integers(setting: Iterable[int]) -> tuple[int, ...]:
     """Python's integers: modules accept NumPy's too, but operators do not."""
-    return list(map(int, setting))
+    return tuple(map(int, setting))
 
 
 class Conv(NamedTuple):

@@ -25,8 +25,25 @@ REMEMBERED_SIZES = 4096
 
 Address = int
 
-Fields = tuple[int | Tensor, ...]
-"""The values that the host writes for a group: integers and, for each address, a tensor or the address itself."""
+
+class Within:
+    """An address some bytes after the start of a tensor."""
+
+    __slots__ = ("offset", "tensor")
+
+    def __init__(self, tensor: Tensor, offset: int) -> None:
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, offset: int) -> "Within":
+        return Within(self.tensor, self.offset + offset)
+
+    def data_ptr(self) -> int:
+        return self.tensor.data_ptr() + self.offset
+
+
+Fields = tuple[int | Tensor | Within, ...]
+"""The values that the host writes for a group: integers and, for each address, a tensor, a place within a tensor, or
+the address itself, if it stays the same for the life of the process."""
 
 
 class OpenMP:
@@ -114,8 +131,8 @@ class AffineInputRecord:
     activation: ActivationRecord | None
 
     @staticmethod
-    def of(input: interface.AffineInput, vectors: Address, activation: Fields) -> Fields:
-        """`vectors` is the address of scratch for scale and shift."""
+    def of(input: interface.AffineInput, vectors: Within, activation: Fields) -> Fields:
+        """`vectors` is scratch for scale and shift."""
         values, norm, *_ = input
         channels = values.shape[1]
         scratch = vectors, vectors + channels * norm.inv_std.itemsize
@@ -137,7 +154,7 @@ class PackedWeight:
     operand: Operand
 
     @staticmethod
-    def of(weight: Tensor, panels: Address, transposed: bool, gemm: Address) -> Fields:
+    def of(weight: Tensor, panels: Within, transposed: bool, gemm: Address) -> Fields:
         return weight.contiguous(), panels, *conv_sizes(weight.shape), transposed, gemm
 
 
@@ -172,7 +189,7 @@ class NormGradients:
 
     @staticmethod
     def of(
-        grads: interface.Gradients, sums: Tensor | None, norm: interface.BatchNormAffine, partials: Address
+        grads: interface.Gradients, sums: Tensor | None, norm: interface.BatchNormAffine, partials: Within
     ) -> Fields:
         matrix = (0, 0) if sums is None else Matrix.output(sums)
         return partials, grads.norm_bias, grads.norm_weight, norm.inv_std.shape[0], *Norm.of(norm), *matrix
@@ -193,7 +210,9 @@ class GradAccumulatorRecord:
     overwrite: int
 
     @staticmethod
-    def of(accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Address | Tensor) -> Fields:
+    def of(
+        accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Within | Tensor | int
+    ) -> Fields:
         """`scale` is the norm's scale, which is read for a frozen norm only."""
         grad_scale = scale if norm.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
@@ -216,8 +235,8 @@ class BatchNormBackwardRecord:
     grad_accum: Matrix
 
     @staticmethod
-    def of(grad: interface.BatchNormBackward, vectors: Address) -> Fields:
-        """`vectors` is the address of scratch for slope and constant."""
+    def of(grad: interface.BatchNormBackward, vectors: Within) -> Fields:
+        """`vectors` is scratch for slope and constant."""
         values, inv_std, sums = grad.values, grad.inv_std, grad.sums
         channels, itemsize = values.shape[1], values.itemsize
         if inv_std is None or sums is None:

@@ -2,12 +2,15 @@
 
 import functools
 import typing
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ... import launches
 from .. import arguments
-from ..arguments import Fields
+from ..arguments import Fields, Within
 from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel
 from . import openmp
 from .products import product_of
@@ -22,8 +25,43 @@ def launch(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any,
     if like.is_meta:
         return
     assert kernel.pack is not None  # it is no subroutine
+    if (recorder := launches.recorder()) is not None:
+        fields = [each if type(each) in _INTEGERS else _argument(recorder, each) for each in record]
+        recorder.launched(Launches, (address(kernel, like.dtype), threads), fields)
     packed = kernel.pack(*[each if type(each) in _INTEGERS else each.data_ptr() or _null(each) for each in record])
     openmp.run(address(kernel, like.dtype), threads, packed)
+
+
+class Launches(launches.Launches):
+    """Launches whose records lie in one array, into which each run writes its addresses."""
+
+    def __init__(self, recorded: Sequence[tuple[typing.Any, Sequence[typing.Any]]]) -> None:
+        self._regions = list[tuple[int, int, int]]()
+        numbers, places = list[int](), list[tuple[int, int, int]]()
+        for (kernel, threads), fields in recorded:
+            self._regions.append((kernel, 8 * len(numbers), threads))
+            for each in fields:
+                is_integer = type(each) in _INTEGERS
+                if not is_integer:
+                    places.append((len(numbers), each.memory, each.offset))
+                numbers.append(int(each) if is_integer else 0)
+            numbers.append(0)  # `zero`, of any dtype
+        self._records = np.array(numbers, np.int64)
+        self._fields, self._memories, self._offsets = np.array(places, np.int64).reshape(-1, 3).T.copy()
+
+    def __call__(self, run: launches.Run) -> None:
+        records = self._records.copy()
+        records[self._fields] = np.frombuffer(run.addresses, np.int64)[self._memories] + self._offsets
+        start = records.ctypes.data
+        for kernel, offset, threads in self._regions:
+            openmp.run(kernel, threads, start + offset)
+
+
+def _argument(recorder: launches.LaunchRecorder, each: Tensor | Within) -> launches.Argument | int:
+    """The place of an address among a kernel's arguments; 0 for a tensor without elements."""
+    if isinstance(each, Within):
+        return recorder.argument(each.tensor, each.offset)
+    return recorder.argument(each) if each.data_ptr() else 0
 
 
 def _null(tensor: Tensor) -> int:

@@ -32,15 +32,16 @@ def functions() -> dict[str, int]:
     return {name: ctypes.cast(function, ctypes.c_void_p).value or 0 for name, function in names.items()}
 
 
-def run(kernel: int, threads: int, record: bytes) -> None:
-    """A parallel region: at most `threads` threads call the kernel at address `kernel` with the record's address."""
+def run(kernel: int, threads: int, record: bytes | int) -> None:
+    """A parallel region: at most `threads` threads call the kernel at address `kernel` with the record's address, or
+    with that of these bytes."""
     _parallel()(kernel, record, threads, 0)
 
 
 @functools.cache
-def _parallel() -> Callable[[int, bytes, int, int], None]:
+def _parallel() -> Callable[[int, bytes | int, int, int], None]:
     parallel = _library().GOMP_parallel
-    parallel.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint
+    parallel.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
     parallel.restype = None
     return parallel
 

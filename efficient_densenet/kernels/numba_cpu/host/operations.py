@@ -25,7 +25,7 @@ from ...interface import (
 )
 from ...portable import halved
 from .. import arguments
-from ..arguments import Fields
+from ..arguments import Fields, Within
 from ..compiler.compilation import ARITHMETIC, compile_kernel
 from ..compiler.records import absent
 from ..kernels import kernels
@@ -66,7 +66,7 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
     memory = _scratch(tiles, values)
-    vectors = memory.data_ptr() + tiles.grad_vectors
+    vectors = Within(memory, tiles.grad_vectors)
     record = (
         *(*openmp_functions(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
         *arguments.Matrix.output(grad_input),
@@ -87,7 +87,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         *(*openmp_functions(), rows, tiles.rows),
         *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
-        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, memory.data_ptr() + tiles.partials),
+        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, Within(memory, tiles.partials)),
     )
     launch(kernels.affine_backward, values, tiles.threads, record)
     return grads
@@ -197,7 +197,7 @@ def _conv_backward(
     if isinstance(grad_output, Tensor):
         rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
     else:
-        vectors = memory.data_ptr() + tiles.grad_vectors
+        vectors = Within(memory, tiles.grad_vectors)
         rows, output, norm = len(input.values), 0, arguments.BatchNormBackwardRecord.of(grad_output, vectors)
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
@@ -264,7 +264,7 @@ def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tile
     if statistics is None:
         return absent(arguments.Statistics)
     matrix, eps = statistics.matrix, statistics.eps
-    return memory.data_ptr() + tiles.partials, *arguments.Matrix.output(matrix), matrix.shape[1], _numbers((eps,))[0]
+    return Within(memory, tiles.partials), *arguments.Matrix.output(matrix), matrix.shape[1], _numbers((eps,))[0]
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def _numbers(numbers: tuple[float, ...], dtype: torch.dtype = torch.float64) -> 
 def _conv(
     input: AffineInput, weight: Tensor, output: Tensor, memory: Tensor, tiles: Tiles, is_next: bool = False
 ) -> Fields:
-    start = memory.data_ptr()
+    start = Within(memory, 0)
     vectors, panels = (tiles.next_vectors, tiles.next_panels) if is_next else (tiles.vectors, tiles.panels)
     return (
         *arguments.AffineInputRecord.of(input, start + vectors, _activation(input, weight.dtype)),
@@ -294,7 +294,7 @@ def _conv_backward_fields(
     memory: Tensor,
     tiles: Tiles,
 ) -> Fields:
-    start, grad_weight = memory.data_ptr(), grads.conv_weight
+    start, grad_weight = Within(memory, 0), grads.conv_weight
     return (
         *arguments.AffineInputRecord.of(input, start + tiles.vectors, _activation(input, weight.dtype)),
         *arguments.PackedWeight.of(weight, start + tiles.panels, True, gemm_address(weight)),

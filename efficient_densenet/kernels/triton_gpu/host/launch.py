@@ -13,6 +13,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +21,9 @@ import torch
 import triton
 from torch import Tensor
 from triton.runtime import driver
+
+from ...._torch_private import without_dispatch_modes
+from ... import launches
 
 MAX_INT32 = 2**31 - 1
 """The largest size that Triton passes as int32. For a larger one it compiles the kernel with an int64."""
@@ -83,16 +87,23 @@ def launch(prepared: Launch, *tensors: Tensor | None) -> None:
 
     None takes the place of a tensor that the kernel does not read with these constants.
     """
+    if (recorder := launches.recorder()) is not None:
+        recorder.launched(Launches, prepared, [None if each is None else recorder.argument(each) for each in tensors])
+    with without_dispatch_modes() if recorder is not None else nullcontext():  # the interpreter copies its tensors
+        _launch(prepared, tensors)
+
+
+def _launch(prepared: Launch, tensors: Sequence[Tensor | None]) -> None:
     device = cast(Tensor, tensors[0]).get_device()
     if device < 0 or _has_launch_hooks():
         _launch_by_triton(prepared, tensors)
     elif device != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(prepared, *tensors)
+            _launch(prepared, tensors)
     else:
         addresses = [None if each is None else each.data_ptr() for each in tensors]
         dtypes = [None if each is None else each.dtype for each in tensors]
-        key = device, *dtypes, *[each is None or each & 15 == 0 for each in addresses]
+        key = _key(device, dtypes, addresses)
         launcher = prepared.launchers.get(key)
         if launcher is None:
             _remember(key, prepared, _launch_by_triton(prepared, tensors), len(tensors))
@@ -102,6 +113,57 @@ def launch(prepared: Launch, *tensors: Tensor | None) -> None:
             stream = get_current_stream(device)
             arguments = *addresses, *prepared.numbers, *constants
             run(*prepared.three_axes, stream, function, metadata, *no_launch_hooks, *arguments)
+
+
+class Launches(launches.Launches):
+    """Launches by the launchers of compiled kernels with addresses, where there are launchers and no hooks."""
+
+    def __init__(self, recorded: Sequence[tuple[Launch, Sequence[Any]]]) -> None:
+        self._recorded = recorded
+        places = (each for _, arguments in recorded for each in arguments if each is not None)
+        self._places = [(each.memory, each.offset) for each in places]
+        self._by_launchers: list[tuple[Any, ...]] = []
+
+    def __call__(self, run: launches.Run) -> None:
+        device = run.values[self._places[0][0]].get_device()
+        if device >= 0 and not _has_launch_hooks() and device == torch.cuda.current_device():
+            addresses = [run.addresses[memory] + offset for memory, offset in self._places]
+            self._by_launchers = self._by_launchers or self._found_launchers(device, addresses)
+            if self._by_launchers:
+                self._by_addresses(addresses, self._by_launchers[0][0].get_current_stream(device))
+                return
+        for prepared, arguments in self._recorded:
+            _launch(prepared, [None if each is None else run.tensor(each) for each in arguments])
+
+    def _by_addresses(self, addresses: list[Any], stream: int) -> None:
+        for launcher, axes, start, stop, absent, numbers in self._by_launchers:
+            arguments = addresses[start:stop]
+            for position in absent:
+                arguments.insert(position, None)
+            launcher.run(*axes, stream, launcher.function, launcher.metadata, None, None, None, *arguments, *numbers)
+
+    def _found_launchers(self, device: int, addresses: Sequence[int]) -> list[tuple[Any, ...]]:
+        """The launcher of each launch with its arguments, or nothing if one is missing. Alignments are the same in
+        all runs of a program."""
+        found, start = [], 0
+        for prepared, arguments in self._recorded:
+            absent = [position for position, each in enumerate(arguments) if each is None]
+            stop = start + len(arguments) - len(absent)
+            values: list[int | None] = [*addresses[start:stop]]
+            for position in absent:
+                values.insert(position, None)
+            launcher = prepared.launchers.get(_key(device, [each and each.dtype for each in arguments], values))
+            if launcher is None:
+                return []
+            numbers = *prepared.numbers, *launcher.constants
+            found.append((launcher, prepared.three_axes, start, stop, absent, numbers))
+            start = stop
+        return found
+
+
+def _key(device: int, dtypes: Sequence[torch.dtype | None], addresses: Sequence[int | None]) -> tuple[Any, ...]:
+    """The properties of tensors for which Triton compiles a kernel of its own."""
+    return device, *dtypes, *[each is None or each & 15 == 0 for each in addresses]
 
 
 def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor | None]) -> Any:

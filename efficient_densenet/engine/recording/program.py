@@ -1,0 +1,285 @@
+"""A recorded run as a list of steps, which do the same on other tensors.
+
+Tensors have numbers: the externals, the memories that the run allocates, the slab, and views. Each run has a list of
+its tensors and an array of their addresses, so any number of threads may replay one program at once.
+"""
+
+import itertools
+import operator
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import slab
+from .recorder import Allocation, Launch, Memory, Operation, Place, Recorder, mapped
+
+SMALL_RUN_BYTES = 1 << 22
+"""The most that a run on a CPU allocates in all if it allocates everything at first, temporaries as a slab, and frees
+nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
+from the system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
+
+Step = Callable[[Any], None]
+"""A step of a `Run`."""
+
+_FUNCTIONS = {
+    getattr(getattr(torch.ops.aten, name), overload): function
+    for name, overload, function in (
+        ("add", "Tensor", torch.add),
+        ("add", "out", torch.add),
+        ("add_", "Tensor", Tensor.add_),
+        ("addcmul", "default", torch.addcmul),
+        ("addcmul", "out", torch.addcmul),
+        ("addcmul_", "default", Tensor.addcmul_),
+        ("copy_", "default", Tensor.copy_),
+        ("div", "Tensor", torch.div),
+        ("mean", "out", torch.mean),
+        ("mm", "default", torch.mm),
+        ("mm", "out", torch.mm),
+        ("mul", "Tensor", torch.mul),
+        ("mul", "out", torch.mul),
+        ("mul_", "Tensor", Tensor.mul_),
+        ("relu_", "default", torch.relu_),
+        ("rsqrt_", "default", torch.rsqrt_),
+        ("stack", "default", torch.stack),
+        ("sub", "Tensor", torch.sub),
+        ("sub", "out", torch.sub),
+        ("sum", "dim_IntList", torch.sum),
+        ("sum", "IntList_out", torch.sum),
+        ("zero_", "default", Tensor.zero_),
+    )
+}
+"""PyTorch's own bindings of frequent operations, which take half the time of an operation's general call."""
+
+
+class Run:
+    """The tensors of one run by their numbers, among constant arguments of operations, and their addresses."""
+
+    __slots__ = ("addresses", "values")
+
+    def __init__(self, values: list[Any], addresses: Any) -> None:
+        self.values, self.addresses = values, addresses
+
+    def tensor(self, place: Place) -> Tensor:
+        base = self.values[place.memory]
+        return base.as_strided(place.size, place.stride, base.storage_offset() + place.offset // place.dtype.itemsize)
+
+    def remember(self, number: int, tensor: Tensor) -> None:
+        self.values[number] = tensor
+        if self.addresses is not None:
+            self.addresses[number] = tensor.data_ptr()
+
+
+class Program:
+    """What a run did, for externals of the same layout. `outputs` are what it returned."""
+
+    def __init__(self, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
+        self.overlaps, self._device = recorder.overlaps, recorder.device
+        builder = _Builder(recorder, [recorder.place(each) for each in outputs])
+        self._steps, self._outputs = builder.steps, builder.outputs
+        self._early, self._slab_bytes, self._slab = builder.early, builder.slab_bytes, builder.slab
+        self._num_memories, self._values = builder.num_memories, builder.values
+        self._needs_addresses = any(isinstance(each, Launch) for each in recorder.events)
+
+    def fits(self, externals: Sequence[Any]) -> bool:
+        """Whether those externals that overlap lie as those of the recorded run."""
+        return all(externals[b].data_ptr() - externals[a].data_ptr() == distance for a, b, distance in self.overlaps)
+
+    def run(self, externals: Sequence[Tensor | None]) -> list[Tensor]:
+        values = self._values.copy()
+        values[: len(externals)] = externals
+        for number, memory in self._early:
+            values[number] = _allocate(memory, self._device)
+        if self._slab_bytes:
+            memory = torch.empty(self._slab_bytes, dtype=torch.uint8, device=self._device)
+            for dtype, number in self._slab.items():
+                values[number] = memory.view(dtype)
+        addresses = None
+        if self._needs_addresses:
+            tensors = values[: self._num_memories]
+            addresses = array("q", [0 if each is None else each.data_ptr() for each in tensors])
+        run = Run(values, addresses)
+        for step in self._steps:
+            step(run)
+        return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]
+
+
+class _Builder:
+    """Turns events into steps.
+
+    Attributes:
+        early: the memories that are allocated before the first step, by their numbers.
+        slab: the numbers of the slab as a vector of each dtype.
+        num_memories: how many of the values, the first ones, have addresses.
+        values: what a run begins with: constants, and None for each tensor.
+        outputs: the number of each output or, for a part of a memory, its place.
+    """
+
+    def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
+        kept = {place.memory for place in outputs}
+        self.num_externals, self.device = recorder.num_externals, recorder.device
+        self.memories = {number: each for number, each in enumerate(recorder.memories) if each is not None}
+        allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
+        new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
+        on_cpu = recorder.device.type == "cpu"
+        is_small = on_cpu and sum(each.nbytes for each in new.values()) <= SMALL_RUN_BYTES
+        is_early = allocated if is_small or not on_cpu else set[int]()
+        self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in is_early - kept})
+        self.early = [(number, self.memories[number]) for number in sorted(is_early & kept)]
+        self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
+        self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))
+        for number, dtype in enumerate(self.slab, len(recorder.memories)):
+            self.slab[dtype] = number
+        self.num_memories = len(self.values)
+        self.views: dict[Place, int] = {}
+        self.constants: dict[tuple[type, str], int] = {}
+        self.steps: list[Step] = []
+        self.launches: list[Launch] = []
+        freed: dict[int, list[int]] = {}
+        for number in () if is_small else new.keys() - kept - self.offsets.keys():
+            freed.setdefault(self.memories[number].last, []).append(number)
+        for i, event in enumerate(recorder.events):
+            if isinstance(event, Launch):
+                self.launches.append(event)
+            elif isinstance(event, Operation):
+                self._operation(event)
+            elif event.memory not in is_early:
+                self._step(_Allocate(event.memory, self.memories[event.memory], self.device))
+            if i in freed:
+                views = [number for place, number in self.views.items() if place.memory in freed[i]]
+                self._step(_Free([*freed[i], *views]))
+        self._end_launches()
+        self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+
+    def _step(self, step: Step) -> None:
+        self._end_launches()
+        self.steps.append(step)
+
+    def _end_launches(self) -> None:
+        """Add the launches since the last other event as one step for each run of one kind."""
+        for kind, group in itertools.groupby(self.launches, lambda launch: launch.kind):
+            self.steps.append(kind([(each.kernel, mapped(each.arguments, Place, self._placed)) for each in group]))
+        self.launches.clear()
+
+    def _operation(self, event: Operation) -> None:
+        args = [self._value(each) for each in event.args]
+        kwargs = {name: self._value(each) for name, each in event.kwargs.items()}
+        self._step(_Operate(_FUNCTIONS.get(event.function, event.function), args, kwargs, event.results))
+
+    def _value(self, argument: Any) -> int:
+        """The number of an argument: of a constant, a tensor, or a list with tensors."""
+        if isinstance(argument, Place):
+            return self._tensor(argument)
+        if isinstance(argument, list) and any(isinstance(each, Place) for each in argument):
+            number = self._new_value()
+            self._step(_Collect(number, [self._value(each) for each in argument]))
+            return number
+        constant = type(argument), repr(argument)
+        if constant not in self.constants:
+            self.constants[constant] = self._new_value(argument)
+        return self.constants[constant]
+
+    def _tensor(self, place: Place) -> int:
+        """The number of the tensor at a place; a view is made where it is first needed."""
+        if self._is_whole(place):
+            return place.memory
+        placed = self._placed(place)
+        if placed not in self.views:
+            self.views[placed] = self._new_value()
+            step = _ViewOfExternal if placed.memory < self.num_externals else _View
+            self._step(step(self.views[placed], placed))
+        return self.views[placed]
+
+    def _new_value(self, value: Any = None) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def _placed(self, place: Place) -> Place:
+        """The place in the slab, for a temporary there."""
+        if place.memory not in self.offsets:
+            return place
+        number = self.slab[self.memories[place.memory].dtype]
+        return place._replace(memory=number, offset=self.offsets[place.memory] + place.offset)
+
+    def _is_whole(self, place: Place) -> bool:
+        """Whether it is the first tensor in a memory of its own."""
+        return place.memory not in self.offsets and place == self.memories[place.memory].place(place.memory)
+
+
+class _Allocate:
+    def __init__(self, number: int, memory: Memory, device: torch.device) -> None:
+        self.number, self.memory, self.device = number, memory, device
+
+    def __call__(self, run: Run) -> None:
+        run.remember(self.number, _allocate(self.memory, self.device))
+
+
+def _allocate(memory: Memory, device: torch.device) -> Tensor:
+    return torch.empty_strided(memory.size, memory.stride, dtype=memory.dtype, device=device)
+
+
+class _View:
+    def __init__(self, number: int, place: Place) -> None:
+        self.number, self.base = number, place.memory
+        self.settings = place.size, place.stride, place.offset // place.dtype.itemsize
+
+    def __call__(self, run: Run) -> None:
+        run.values[self.number] = run.values[self.base].as_strided(*self.settings)
+
+
+class _ViewOfExternal:
+    """An external may begin anywhere in its storage."""
+
+    def __init__(self, number: int, place: Place) -> None:
+        self.number, self.place = number, place
+
+    def __call__(self, run: Run) -> None:
+        run.values[self.number] = run.tensor(self.place)
+
+
+class _Collect:
+    """Makes a list of tensors."""
+
+    def __init__(self, number: int, numbers: Sequence[int]) -> None:
+        self.number, self.numbers = number, numbers
+
+    def __call__(self, run: Run) -> None:
+        run.values[self.number] = [run.values[number] for number in self.numbers]
+
+
+class _Operate:
+    """Calls an operation, whose arguments are values."""
+
+    def __init__(
+        self, function: Any, args: Sequence[int], kwargs: Mapping[str, int], results: Sequence[tuple[int, int]]
+    ) -> None:
+        self.function, self.names, self.results = function, tuple(kwargs), results
+        self.args, self.kwargs = _getter(args), _getter([*kwargs.values()])
+
+    def __call__(self, run: Run) -> None:
+        values = run.values
+        if self.names:
+            keywords = dict(zip(self.names, self.kwargs(values), strict=True))
+            output = self.function(*self.args(values), **keywords)
+        else:
+            output = self.function(*self.args(values))
+        for i, number in self.results:
+            run.remember(number, output if isinstance(output, Tensor) else output[i])
+
+
+def _getter(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """A function that returns these elements of a list."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return operator.itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
+
+
+class _Free:
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+
+    def __call__(self, run: Run) -> None:
+        for number in self.numbers:
+            run.values[number] = None

@@ -1,0 +1,97 @@
+"""The recorded programs by their keys: the first run with a key is direct, the second is recorded, the others are
+replayed."""
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._torch_private import PREDICTION, functorch_is_active, has_dispatch_mode, why_not
+from ...kernels.convolution import precision
+from .program import Program
+from .recorder import Recorder
+
+VARIABLE = "EFFICIENT_DENSENET_RECORDING"
+MODES = {
+    "on": "replay what a stage did before, where nothing but values has changed (the default)",
+    "off": "run a stage's own code in each step",
+}
+
+MAX_PROGRAMS = 128
+"""The most keys that are remembered; a network has two for each stage, direction and size of images."""
+
+_ORDINARY_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+_SEEN = object()
+_programs: OrderedDict[Hashable, Any] = OrderedDict()
+"""For each key, the least recently used first: `_SEEN`, a `Program`, or the reason why there can be none."""
+
+
+def mode() -> str:
+    """The user's choice by the environment variable."""
+    chosen = os.environ.get(VARIABLE, "on")
+    if chosen not in MODES:
+        raise ValueError(f"{VARIABLE} is {chosen!r}, but must be one of {', '.join(MODES)}")
+    return chosen
+
+
+def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Sequence[Tensor | None]) -> list[Tensor]:
+    """What `function` returns. It reads the tensors `externals` and changes none of them; all else on which it depends
+    is in `settings`, or the same in the whole process.
+    """
+    if not _can_record(externals):
+        return function()
+    key = _key(settings, externals)
+    entry = _programs.get(key)
+    if isinstance(entry, Program):
+        with contextlib.suppress(
+            KeyError
+        ):  # another thread may have removed it: there is no lock that a fork could copy
+            _programs.move_to_end(key)
+        return entry.run(externals) if entry.fits(externals) else function()
+    if entry is None:
+        _remember(key, _SEEN)
+        return function()
+    if entry is not _SEEN:
+        return function()
+    recorder = Recorder(externals)
+    with recorder.recording():
+        outputs = function()
+    _remember(key, recorder.reason or Program(recorder, outputs))
+    return outputs
+
+
+def forget() -> None:
+    """Forget all programs."""
+    _programs.clear()
+
+
+def entries() -> list[Any]:
+    """What is known of each key: a program, the reason why there can be none, or that one run was seen."""
+    return list(_programs.values())
+
+
+def _remember(key: Hashable, entry: Any) -> None:
+    _programs[key] = entry
+    while len(_programs) > MAX_PROGRAMS:
+        _programs.popitem(last=False)
+
+
+def _can_record(externals: Sequence[Tensor | None]) -> bool:
+    """Whether the run's tensors are ordinary ones with memory, and nobody else sees its operations."""
+    if not _ORDINARY_TYPES.issuperset(map(type, externals)) or has_dispatch_mode() or functorch_is_active():
+        return False
+    device = next(each.device for each in externals if each is not None)
+    return device.type in ("cpu", "cuda") and mode() == "on" and why_not(PREDICTION) is None
+
+
+def _key(settings: Hashable, externals: Sequence[Tensor | None]) -> Hashable:
+    """All on which the code depends that records: see `run`."""
+    layouts = [
+        None if each is None else (each.dtype, each.device, each.shape, each.stride(), each.data_ptr() & 15)
+        for each in externals
+    ]
+    return settings, precision(), torch.get_num_threads(), *layouts

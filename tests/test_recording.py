@@ -1,0 +1,498 @@
+"""Recorded programs: a replay is the direct run, bit for bit, whatever its tensors hold and wherever they lie."""
+
+import contextlib
+import copy
+import ctypes
+import importlib
+import itertools
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from children import in_child
+from grids import grid
+from helpers import freeze_norms, freeze_parameters, small_model
+from third_party_models import build, image_batch, loss_of
+from torch import Tensor, nn
+from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
+
+from efficient_densenet import kernels, make_efficient
+from efficient_densenet.engine.recording import program, programs, slab
+from efficient_densenet.engine.recording.program import Program
+from efficient_densenet.kernels.numba_cpu.host import openmp
+
+KERNELS = ["Numba", "portable"]
+
+
+@pytest.fixture(autouse=True)
+def _uninitialized_memory_is_nan():
+    """Allocations are filled: a slab of bytes with 255, which is NaN in each dtype."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernel_set == "Triton":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(kernels, "triton_supports", lambda values: values.dtype != torch.double)
+    elif kernel_set == "portable":
+        monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
+    elif not kernels.numba_supports(torch.empty(1)):
+        pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
+
+
+@contextlib.contextmanager
+def recording(mode: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(programs.VARIABLE, mode)
+        yield
+
+
+def results(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor] = lambda y: y.square().sum()) -> list[Tensor]:
+    """The output, the input's gradient, all parameters' gradients and all buffers after one step."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = x.detach().requires_grad_()
+    output = model(x)
+    loss(output).backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [output.detach(), x.grad, *grads, *model.buffers()]
+
+
+def assert_replayed(model: nn.Module, *sizes: Tensor, step: Callable[[nn.Module, Tensor], list[Tensor]] = results):
+    """Steps equal direct ones, with other parameters and images each time: of each size the first step is direct, the
+    second is recorded, and two are replayed."""
+    direct = copy.deepcopy(model)
+    for run, x in itertools.product(range(4), sizes):
+        with torch.no_grad():
+            for ours, theirs in zip(model.parameters(), direct.parameters(), strict=True):
+                theirs.copy_(ours.add_(torch.randn_like(ours), alpha=0.01))
+        x = torch.randn_like(x)
+        with counted_replays() as replays:
+            actual = step(model, x)
+        with recording("off"):
+            expected = step(direct, x)
+        assert_equal(actual, expected)
+        assert bool(replays) == (run > 1)
+    assert_programs()
+
+
+def assert_programs() -> None:
+    assert programs.entries()
+    for entry in programs.entries():
+        assert isinstance(entry, Program), entry
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours.dtype, ours.stride(), ours.requires_grad) == (theirs.dtype, theirs.stride(), theirs.requires_grad)
+        assert torch.equal(ours, theirs)
+        assert ours.isfinite().all()
+
+
+@contextlib.contextmanager
+def counted_replays() -> Iterator[list[Program]]:
+    replays, run = [], Program.run
+
+    def counted(each: Program, externals: list[Tensor]) -> list[Tensor]:
+        replays.append(each)
+        return run(each, externals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "run", counted)
+        yield replays
+
+
+VARIANTS = {
+    "plain": {},
+    "dropout": {"drop_rate": 0.3},
+    "kept bottlenecks": {"keep_bottleneck": True},
+    "frozen norms": {},
+    "few gradients": {},
+    "activation": {"activation": "silu"},
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    *grid(
+        family=["basic", "bc", "imagenet"],
+        dtype=DTYPES,
+        variant=VARIANTS,
+        memory_format=["contiguous", "channels_last"],
+        kernel_set=KERNELS,
+        autocast=[False, True],
+    )
+)
+def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, kernel_set, autocast, monkeypatch):
+    use(kernel_set, monkeypatch)
+    model = small_model(family, efficient="shared", **VARIANTS[variant]).to(DTYPES[dtype])
+    sizes = [(3, 3, 40, 45), (2, 3, 48, 40)] if family == "imagenet" else [(3, 3, 9, 7), (2, 3, 8, 8)]
+    if memory_format == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    if variant == "frozen norms":
+        freeze_norms(model, "denseblock1")
+        freeze_norms(model, "transition1")
+    if variant == "few gradients":
+        freeze_parameters(model, lambda name: "denseblock2" in name or "classifier" in name)
+    images = [torch.randn(size, dtype=DTYPES[dtype]) for size in sizes]
+    if memory_format == "channels_last":
+        images = [each.contiguous(memory_format=torch.channels_last) for each in images]
+
+    def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return results(model, x)
+
+    assert_replayed(model, *images, step=step)
+
+
+@pytest.mark.parametrize("kernel_set", KERNELS)
+@pytest.mark.parametrize("dims", [1, 3])
+def test_signals_and_volumes(dims, kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
+    model = small_model("imagenet", efficient="shared", dims=dims).float()
+    assert_replayed(model, torch.randn(2, 3, *[40] * dims), torch.randn(3, 3, *[36] * dims))
+
+
+@pytest.mark.usefixtures("mended_interpreter")
+def test_triton_kernels(monkeypatch):
+    """Interpreted on a machine without a GPU."""
+    use("Triton", monkeypatch)
+    model = small_model("bc", block_config=(1, 1), efficient="shared").float()
+    assert_replayed(model, torch.randn(1, 3, 4, 4))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("mended_interpreter")
+@pytest.mark.parametrize(
+    ("family", "dtype", "variant"),
+    [
+        ("bc", "float32", "few gradients"),
+        ("bc", "bfloat16", "frozen norms"),
+        ("basic", "float32", "dropout"),
+        ("imagenet", "float32", "kept bottlenecks"),
+    ],
+)
+def test_triton_kernels_of_each_family(family, dtype, variant, monkeypatch):
+    use("Triton", monkeypatch)
+    model = small_model(family, efficient="shared", **VARIANTS[variant]).to(DTYPES[dtype])
+    if variant == "frozen norms":
+        freeze_norms(model, "denseblock1")
+    if variant == "few gradients":
+        freeze_parameters(model, lambda name: "denseblock2" in name or "classifier" in name)
+    size = (1, 3, 32, 32) if family == "imagenet" else (2, 3, 8, 8)
+    assert_replayed(model, torch.randn(size, dtype=DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("kernel_set", KERNELS)
+@pytest.mark.parametrize("small_run_bytes", [0, 1 << 30])
+def test_images_of_several_tiles(small_run_bytes, kernel_set, monkeypatch):
+    """A run that frees what it does not need any more, and one with a slab."""
+    use(kernel_set, monkeypatch)
+    monkeypatch.setitem(importlib.import_module("efficient_densenet.kernels.row_tiles").TILE_BYTES, "cpu", 3000)
+    monkeypatch.setattr(program, "SMALL_RUN_BYTES", small_run_bytes)
+    assert_replayed(small_model("imagenet", efficient="shared").float(), torch.randn(5, 3, 40, 36))
+
+
+@pytest.mark.parametrize(
+    "name", ["torchvision", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("timm", "tiramisu"))]
+)
+def test_converted_models(name):
+    model = build(name)
+    make_efficient(model, "shared")
+    assert_replayed(model, image_batch(name), step=lambda model, x: results(model, x, loss_of))
+
+
+@pytest.mark.parametrize("kernel_set", KERNELS)
+def test_externals_are_read_where_they_lie_in_each_run(kernel_set, monkeypatch):
+    """Parameters in new memory, images within other tensors, all parameters in one flat tensor."""
+    use(kernel_set, monkeypatch)
+    model = small_model("bc", efficient="shared").float()
+
+    def swapped(model: nn.Module, x: Tensor) -> list[Tensor]:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        within = torch.randn(x.shape[0] + 2, *x.shape[1:])
+        within[1:-1] = x
+        return results(model, within[1:-1])
+
+    def flat(model: nn.Module, x: Tensor) -> list[Tensor]:
+        parameters = list(model.parameters())
+        memory = torch.cat([torch.zeros(4), *(each.data.flatten() for each in parameters)])
+        parts = memory[4:].split([each.numel() for each in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part.view_as(parameter)
+        return results(model, x)
+
+    x = torch.randn(4, 3, 8, 8)
+    assert_replayed(model, x)
+    for i in range(8):
+        with counted_replays() as replays:
+            actual = (swapped, flat)[i % 2](model, x)
+        reference = copy.deepcopy(model)
+        reference.load_state_dict(model.state_dict())
+        with recording("off"):
+            expected = results(reference, x)
+        assert_equal(actual[: -len(list(model.buffers()))], expected[: -len(list(model.buffers()))])
+        assert len(replays) > 0 or i < 4
+
+
+def test_tied_parameters_are_one_memory_only_while_they_are_tied():
+    """A program that was recorded with two parameters in one memory does not run with them in two."""
+    model = small_model("bc", block_config=(2,), efficient="shared").float()
+    first, second = (layer.norm2 for layer in model.features.denseblock1.children())
+    x, weights = torch.randn(2, 3, 8, 8), [first.weight, second.weight]
+    second.weight.data = first.weight.data
+    for _ in range(4):
+        results(model, x)
+    for untied in (False, True, True, False):
+        second.weight.data = torch.rand_like(first.weight) if untied else first.weight.data
+        reference = copy.deepcopy(model)
+        with recording("off"):
+            expected = results(reference, x)
+        actual = results(model, x)
+        assert_equal(actual[:-1], expected[:-1])
+    assert weights[0] is first.weight
+
+
+def test_each_part_of_the_key_matters():
+    """Whatever changes what a run does has a program of its own."""
+    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+
+    def keys(change: Callable[[], object]) -> int:
+        before = len(programs.entries())
+        change()
+        results(model, x)
+        return len(programs.entries()) - before
+
+    assert keys(lambda: None) > 0
+    assert keys(lambda: None) == 0
+    threads = torch.get_num_threads()
+    try:
+        assert keys(lambda: torch.set_num_threads(threads + 1)) > 0
+    finally:
+        torch.set_num_threads(threads)
+    assert keys(lambda: model.features.denseblock1.denselayer1.conv1.weight.requires_grad_(False)) == 1
+    assert keys(lambda: setattr(model.features.denseblock1.denselayer1.norm2, "eps", 0.01)) == 2
+    weight = model.features.denseblock1.denselayer1.conv2.weight
+    transposed = weight.data.transpose(2, 3).contiguous().transpose(2, 3)
+    assert keys(lambda: setattr(weight, "data", transposed)) == 2
+    misaligned = torch.empty(weight.numel() + 1)[1:].view_as(weight)
+    assert keys(lambda: setattr(weight, "data", misaligned.copy_(weight.data))) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "numba_supports", lambda values: False)
+        assert keys(lambda: None) > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(programs, "precision", lambda: "another")
+        assert keys(lambda: None) > 0
+
+
+@pytest.mark.parametrize("kernel_set", KERNELS)
+def test_two_threads_replay_one_program(kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
+    models = [small_model("bc", efficient="shared").float() for _ in range(2)]
+    images = [torch.randn(3, 3, 8, 8) for _ in models]
+    for _, model, x in itertools.product(range(3), models, images):
+        results(model, x)
+    with recording("off"):
+        expected = [results(copy.deepcopy(model), x)[:-1] for model, x in zip(models, images, strict=True)]
+    for model in models:
+        for buffer in model.buffers():
+            buffer.zero_()
+    found: list[list[list[Tensor]]] = [[], []]
+
+    def run(i: int) -> None:
+        for _ in range(20):
+            model = models[i]
+            output = model(images[i])
+            found[i].append([output.detach(), *torch.autograd.grad(output.square().sum(), list(model.parameters()))])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, model in enumerate(models):
+        count = 1 + len(list(model.parameters()))
+        reference = [expected[i][0], *expected[i][2 : count + 1]]
+        assert len(found[i]) == 20
+        for each in found[i]:
+            assert_equal(each, reference)
+
+
+def test_a_program_runs_after_a_fork():
+    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+    for _ in range(3):
+        results(model, x)
+    with recording("off"):
+        expected = results(copy.deepcopy(model), x)
+    assert in_child(lambda: assert_equal(results(model, x), expected)) == 0
+
+
+def test_retained_graphs_and_changed_outputs():
+    """Outputs and gradients have storages of their own, and can be changed in place."""
+    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+    for _ in range(3):
+        results(model, x)
+    block = model.features.denseblock1
+    features = torch.randn(2, 4, 6, 6, requires_grad=True)
+    for _ in range(3):
+        output = block(features)
+        first = torch.autograd.grad(output.sum(), [features, *block.parameters()], retain_graph=True)
+        copies = [each.clone() for each in first]
+        for each in first:
+            each.add_(1)
+        again = torch.autograd.grad(output.sum(), [features, *block.parameters()])
+        assert_equal(list(again), copies)
+        output.detach().add_(1)
+        storages = {each.untyped_storage().data_ptr() for each in (output, *first, *again)}
+        assert len(storages) == 1 + len(first) + len(again)
+
+
+def test_an_error_in_the_middle_leaves_the_next_steps_right(monkeypatch):
+    """As when memory is exhausted, or a user interrupts."""
+    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+    reference = copy.deepcopy(model)
+    run, launches = openmp.run, itertools.count()
+    for number in (3, 30, 31, 60, 90):
+        first = next(launches)
+
+        def failing(*arguments: object, last: int = first + number) -> None:
+            if next(launches) == last:
+                raise KeyboardInterrupt
+            run(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(openmp, "run", failing)
+            with contextlib.suppress(KeyboardInterrupt):
+                results(model, x)
+        model.load_state_dict(reference.state_dict())
+        with recording("off"):
+            expected = results(copy.deepcopy(reference), x)
+        assert_equal(results(model, x), expected)
+        model.load_state_dict(reference.state_dict())
+
+
+def run_three_times(function: Callable[[list[Tensor]], list[Tensor]], *externals: Tensor) -> object:
+    """The entry of a function after three runs, which gave equal results."""
+    outcomes = [programs.run(lambda: function(list(externals)), "settings", externals) for _ in range(3)]
+    for outcome in outcomes[1:]:
+        assert_equal(outcome, outcomes[0])
+    (entry,) = programs.entries()
+    return entry
+
+
+def test_what_cannot_be_recorded_runs_directly(monkeypatch):
+    x, constant = torch.rand(5), torch.rand(5)
+
+    def written(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensors[0].mul_(1)]
+
+    reasons = {
+        "random": lambda tensors: [torch.rand(5).mul_(0)],
+        "values": lambda tensors: [tensors[0] * tensors[0].sum().item()],
+        "sizes": lambda tensors: [tensors[0][tensors[0] > 0.5]],
+        "unknown": lambda tensors: [tensors[0] + constant],
+        "written": written,
+    }
+    for function in reasons.values():
+        programs.forget()
+        assert isinstance(run_three_times(function, x), str)
+    programs.forget()
+    assert isinstance(run_three_times(lambda tensors: [tensors[0] + 1], x), Program)
+
+
+@pytest.mark.parametrize("where", ["mode", "subclass", "off"])
+def test_runs_that_others_see_are_direct(where, monkeypatch):
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **kwargs or {})
+
+    class Subclass(Tensor):
+        pass
+
+    x = torch.rand(5)
+    x = x.as_subclass(Subclass) if where == "subclass" else x
+    monkeypatch.setenv(programs.VARIABLE, "off" if where == "off" else "on")
+    with Mode() if where == "mode" else contextlib.nullcontext():
+        programs.run(lambda: [x + 1], "settings", [x])
+    assert not programs.entries()
+
+
+def test_recording_imports_no_compiler():
+    """It takes as much memory as a training step."""
+    code = """
+import sys, torch, efficient_densenet
+model = efficient_densenet.DenseNet(block_config=(1,), num_init_features=4, efficient="shared")
+for _ in range(3):
+    model(torch.randn(1, 3, 4, 4)).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_unknown_mode_is_an_error(monkeypatch):
+    monkeypatch.setenv(programs.VARIABLE, "sometimes")
+    with pytest.raises(ValueError, match="'sometimes', but must be one of on, off"):
+        programs.mode()
+
+
+def test_the_least_recently_used_programs_are_forgotten(monkeypatch):
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
+    x = torch.rand(5)
+    for settings in ("a", "b", "a", "b", "b", "a", "c"):
+        programs.run(lambda: [x + 1], settings, [x])
+    assert [isinstance(entry, Program) for entry in programs.entries()] == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_temporaries_that_live_at_once_do_not_overlap(seed):
+    class Temporary:
+        def __init__(self, nbytes: int, first: int, last: int) -> None:
+            self.nbytes, self.first, self.last = nbytes, first, last
+
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 3000, (60, 3), generator=generator).tolist()
+    each = {i: Temporary(size, first % 40, first % 40 + more % 9) for i, (size, first, more) in enumerate(numbers)}
+    offsets, size = slab.plan(each)
+    assert all(offset % slab.ALIGNMENT == 0 for offset in offsets.values())
+    for a, b in itertools.combinations(each, 2):
+        if each[a].first <= each[b].last and each[b].first <= each[a].last:
+            low, high = sorted((a, b), key=offsets.__getitem__)
+            assert offsets[low] + each[low].nbytes <= offsets[high]
+    assert max(offsets[i] + each[i].nbytes for i in each) <= size < sum(each[i].nbytes + 512 for i in each)
+
+
+def test_launches_get_the_arguments_of_a_direct_run(monkeypatch):
+    """Up to addresses: each launch has the same kernel, and the same integers elsewhere."""
+    use("Numba", monkeypatch)
+    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+    seen, run = list[tuple[int, int, bytes | int]](), openmp.run
+
+    def remembered(kernel: int, threads: int, record: bytes | int) -> None:
+        seen.append((kernel, threads, record))
+        if isinstance(record, int):  # its length is that of the direct run's record
+            length = len(direct[len(seen) - 1][2])
+            seen[-1] = kernel, threads, ctypes.string_at(record, length)
+        run(kernel, threads, record)
+
+    direct = list[tuple[int, int, bytes]]()
+    monkeypatch.setattr(openmp, "run", remembered)
+    with recording("off"):
+        results(model, x)
+    direct += seen
+    seen.clear()
+    results(model, x)
+    results(model, x)
+    seen.clear()
+    results(model, x)
+    assert len(seen) == len(direct) > 10
+    for (kernel, threads, record), (replayed_kernel, replayed_threads, replayed) in zip(direct, seen, strict=True):
+        assert (kernel, threads, len(record)) == (replayed_kernel, replayed_threads, len(replayed))
+        fields = zip(*(struct.unpack(f"{len(each) // 8}q", each) for each in (record, replayed)), strict=True)
+        assert all(a == b or min(a, b) > 1 << 20 for a, b in fields)
