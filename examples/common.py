@@ -43,7 +43,9 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     add("--epochs", type=int, help="passes over the training data")
     add("--batch_size", type=int, help="samples in a training step")
     add("--learning_rate", type=float, help="the optimizer's learning rate")
-    add("--precision", choices=list(DTYPES), default="float32", help="dtype of automatic mixed precision (AMP)")
+    add(
+        "--precision", choices=list(DTYPES), default="float32", help="dtype of automatic mixed precision; fp16 for GPUs"
+    )
     add("--engine", choices=["shared", "plain"], default="shared", help="shared saves memory, plain is for comparison")
     add("--card", metavar="8GB", help="memory to plan for; by default this GPU's, or 8GB without one")
     add("--workers", type=int, default=0, help="processes that read data")

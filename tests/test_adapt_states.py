@@ -2,16 +2,24 @@
 
 import contextvars
 import copy
+import ctypes
 import functools
 import gc
 import os
 import pickle
+import sys
+import threading
 import weakref
+from array import array
+from collections import deque
 from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_adapt_calls import Layer
+from test_adapt_exactness import assert_same_steps, converted
 from third_party_models import (
     GROWTH,
     START,
@@ -26,12 +34,8 @@ from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
 from efficient_densenet.adapt.fingerprint import change_since, fingerprint
+from efficient_densenet.adapt.transitions import convert_transition
 from efficient_densenet.engine import choose
-
-
-class _Options:
-    def __init__(self) -> None:
-        self.offset = 0.0
 
 
 class _Layer(LayerHalves):
@@ -39,8 +43,7 @@ class _Layer(LayerHalves):
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)
-        self.scale, self.middle_drop_rate, self.rates = 1.0, 0.0, [0.0]
-        self.options = _Options()
+        self.scale, self.middle_drop_rate = 1.0, 0.0
         self.factor: Tensor | None = None
         self.between = nn.Identity()
 
@@ -49,9 +52,8 @@ class _Layer(LayerHalves):
         if self.factor is not None:
             output = output * self.factor
         output = F.dropout(output, self.middle_drop_rate, self.training)
-        output = self.second_half(F.dropout(output, self.rates[0], self.training))
-        output = output if self.scale == 1.0 else output * self.scale
-        return output + self.options.offset if self.options.offset else output
+        output = self.second_half(output)
+        return output if self.scale == 1.0 else output * self.scale
 
 
 def _block(layer: type[nn.Module] = _Layer, **options) -> tuple[nn.Module, nn.Module]:
@@ -65,10 +67,7 @@ def _no_warning_was_given_before(monkeypatch):
 
 
 CHANGES = {
-    "scale": lambda layer: setattr(layer, "scale", 0.5),
     "second drop rate": lambda layer: setattr(layer, "middle_drop_rate", 0.3),
-    "item of a list": lambda layer: layer.rates.__setitem__(0, 0.3),
-    "attribute of an object": lambda layer: setattr(layer.options, "offset", 1.0),
     "a tensor": lambda layer: setattr(layer, "factor", torch.full((), 0.5)),
     "a dropout in the place of an identity": lambda layer: setattr(layer, "between", nn.Dropout(0.3)),
     "another forward": lambda layer: setattr(layer, "forward", lambda *f: layer.first_half(*f)[:, :GROWTH]),
@@ -152,14 +151,6 @@ def test_what_no_method_reads_and_the_verified_state_keep_the_engine():
     assert_same_training(block, plain, block_batch())
     block.denselayer1.scale = 0.5
     block.denselayer1.scale = 1.0
-    assert_same_training(block, plain, block_batch())
-
-
-def test_a_rate_of_dropout_that_was_verified_may_change():
-    block, plain = _block(TakesFeatures, drop_rate=0.2)
-    make_efficient(block)
-    for each in (block, plain):
-        each.denselayer1.drop_rate, each.denselayer2.drop_rate = 0.4, 0.0
     assert_same_training(block, plain, block_batch())
 
 
@@ -260,65 +251,240 @@ def test_a_fingerprint_keeps_no_module_or_tensor_alive():
     assert state
 
 
-class _Clips:
-    """A class that holds a flag, and objects that hold it out of sight."""
+class Settings(SimpleNamespace):
+    """An object that holds a number, and methods and properties that return it from elsewhere."""
 
-    on = False
-
-    def __init__(self) -> None:
-        self._state = {"on": False}
+    def number(self) -> float:
+        return _numbers["number"]
 
     @property
-    def is_on(self) -> bool:
-        return self._state["on"]
+    def inner(self) -> float:
+        return self.own["a"][0]
+
+
+class Called:
+    number = 0.1
+
+    def __call__(self) -> float:
+        return _numbers["number"]
+
+
+class _Dict(dict):
+    number = 0.1
+
+
+class Slotted:
+    __slots__ = ("__number", "number")
+
+    def __call__(self) -> float:
+        return self.__number
+
+    def set(self, number: float) -> None:
+        self.__number = number
+
+
+def _function_of(number: float) -> Callable[[], float]:
+    def function() -> float:
+        return function.number
+
+    function.number = number
+    return function
 
 
 class _Owner(nn.Module):
-    on = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on = False
+    number = 0.1
 
 
-_clips, _variable, _ACTIVATION = _Clips(), contextvars.ContextVar("on", default=False), torch.relu
+_numbers, _variable = {"number": 0.1}, contextvars.ContextVar("number", default=0.1)
+_namespace = SimpleNamespace(a=SimpleNamespace(b=SimpleNamespace(number=0.1)))
+_dicts = {"a": {"b": {"c": {"number": 0.1}}}}
+_deep = {"a": {"b": {"c": {"d": {"e": {"number": 0.1}}}}}}
+_helper = ModuleType("helper")
+exec("NUMBER = 0.1\ndef number():\n    return NUMBER", vars(_helper))
+_of_modules: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+_function, _settings, _thread = _function_of(0.1), Settings(own={"a": [0.1]}), threading.local()
+_thread.number = 0.1
 
 
-def _unless_on(flags: list, y: Tensor) -> Tensor:
-    return y * 2 if flags[0] else y
+@functools.lru_cache
+def _cached() -> list[float]:
+    return [0.1]
 
 
-class _ReadsAround(LayerHalves):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.owner, self.flags = [_Owner()], dict.fromkeys(range(150), False)
-        self.last: Callable[[Tensor], Tensor] = functools.partial(_unless_on, [False])
+def _imported(layer: nn.Module) -> float:
+    import adapt_calls_helper
 
-    def forward(self, *features: Tensor) -> Tensor:
-        y = self.conv2(_ACTIVATION(self.norm2(self.first_half(*features))))
-        is_on = _Clips.on or _clips.is_on or _variable.get() or os.environ.get("_ON")
-        return self.last(y * 2 if is_on or self.owner[0].on or self.flags[100] else y)
+    return adapt_calls_helper.NUMBER
 
 
-OUTSIDE = {
-    "a class": lambda layer, patch: patch.setattr(_Clips, "on", True),
-    "an object behind a property": lambda layer, patch: patch.setitem(_clips._state, "on", True),
-    "a context variable": lambda layer, patch: _variable.set(True),
-    "the environment": lambda layer, patch: patch.setenv("_ON", "1"),
-    "a function of a library": lambda layer, patch: patch.setitem(globals(), "_ACTIVATION", torch.tanh),
-    "a module in a list": lambda layer, patch: setattr(layer.owner[0], "on", True),
-    "a large dict": lambda layer, patch: layer.flags.update({100: True}),
-    "a keyword of a partial": lambda layer, patch: layer.last.args[0].__setitem__(0, True),
+def _slots(number: float) -> Slotted:
+    slotted = Slotted()
+    slotted.number = number
+    slotted.set(number)
+    return slotted
+
+
+sys.modules["adapt_calls_helper"] = _helper
+
+# Each: where a layer's forward reads a number, the number's change, and what the layer holds at first.
+PLACES = {
+    "an attribute": (lambda s: s.held, lambda s, n: setattr(s, "held", n), lambda: 0.1),
+    "a list": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: [0.1]),
+    "a large dict": (
+        lambda s: s.held[100],
+        lambda s, n: s.held.update({100: n}),
+        lambda: dict.fromkeys(range(150), 0.1),
+    ),
+    "a module in a list": (
+        lambda s: s.held[0].number,
+        lambda s, n: setattr(s.held[0], "number", n),
+        lambda: [_Owner()],
+    ),
+    "an argument of a partial": (
+        lambda s: s.held(0.0),
+        lambda s, n: s.held.args[0].__setitem__(0, n),
+        lambda: functools.partial(lambda numbers, zero: numbers[0] + zero, [0.1]),
+    ),
+    "a class": (lambda s: Called.number, lambda s, n: setattr(Called, "number", n)),
+    "a context variable": (lambda s: _variable.get(), lambda s, n: _variable.set(n)),
+    "the environment": (
+        lambda s: float(os.environ.get("_NUMBER", "0.1")),
+        lambda s, n: os.environ.update(_NUMBER=str(n)),
+    ),
+    "a namespace of three levels": (lambda s: _namespace.a.b.number, lambda s, n: setattr(_namespace.a.b, "number", n)),
+    "four dicts": (lambda s: _dicts["a"]["b"]["c"]["number"], lambda s, n: _dicts["a"]["b"]["c"].update(number=n)),
+    "six dicts": (
+        lambda s: _deep["a"]["b"]["c"]["d"]["e"]["number"],
+        lambda s, n: _deep["a"]["b"]["c"]["d"]["e"].update(number=n),
+    ),
+    "a global of a helper module": (lambda s: _helper.number(), lambda s, n: setattr(_helper, "NUMBER", n)),
+    "a module imported in the forward": (_imported, lambda s, n: setattr(_helper, "NUMBER", n)),
+    "a cached function": (lambda s: _cached()[0], lambda s, n: _cached().__setitem__(0, n)),
+    "a function's attribute": (lambda s: _function(), lambda s, n: setattr(_function, "number", n)),
+    "a method's global": (lambda s: _settings.number(), lambda s, n: _numbers.update(number=n)),
+    "a property": (lambda s: _settings.inner, lambda s, n: _settings.own["a"].__setitem__(0, n)),
+    "a thread's values": (lambda s: _thread.number, lambda s, n: setattr(_thread, "number", n)),
+    "all globals": (lambda s: globals()["_numb" + "ers"]["number"], lambda s, n: _numbers.update(number=n)),
+    "a table of modules": (lambda s: _of_modules.get(s, 0.1), lambda s, n: _of_modules.update({s: n})),
+    "a deque": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: deque([0.1])),
+    "an array": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: array("d", [0.1])),
+    "a number of C": (
+        lambda s: s.held.value,
+        lambda s, n: setattr(s.held, "value", n),
+        lambda: ctypes.c_double(0.1),
+    ),
+    "an attribute of a dict": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), _Dict),
+    "slots": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), lambda: _slots(0.1)),
+    "a function that the layer holds": (
+        lambda s: s.held(),
+        lambda s, n: _numbers.update(number=n),
+        lambda: lambda: _numbers["number"],
+    ),
+    "private slots": (lambda s: s.held(), lambda s, n: s.held.set(n), lambda: _slots(0.1)),
+    "an object that is called": (lambda s: s.held(), lambda s, n: _numbers.update(number=n), Called),
+    "an object's method": (lambda s: s.held.number(), lambda s, n: _numbers.update(number=n), Settings),
+    "the type of an object": (
+        lambda s: s.held.value,
+        lambda s, n: setattr(type(s.held), "value", n),
+        lambda: type("Valued", (), {"value": 0.1})(),
+    ),
+}
+UNWATCHED = (
+    "six dicts",
+    "a cached function",
+    "all globals",
+    "a thread's values",
+    "a deque",
+    "an array",
+    "a number of C",
+)
+USES = {
+    "a slope": lambda s, x, n: s.conv2(s.relu2(s.norm2(s.conv1(F.leaky_relu(s.norm1(x), n))))),
+    "a limit": lambda s, x, n: s.conv2(F.hardtanh(s.norm2(s.conv1(s.relu1(s.norm1(x)))), -n, n)),
+    "a rate of dropout": lambda s, x, n: F.dropout(Layer.halves(s, x), max(n - 0.1, 0.0), s.training),
+    "a condition": lambda s, x, n: Layer.halves(s, x) * (2.0 if n > 0.5 else 1.0) if n > 0.5 else Layer.halves(s, x),
 }
 
 
-@pytest.mark.parametrize("change", OUTSIDE)
-def test_a_state_around_the_module_changed_after_the_trial_is_noticed(change, monkeypatch):
-    block, plain = _block(_ReadsAround)
-    assert [each.engine for each in make_efficient(block).changed] == ["shared"]
-    assert_same_training(block, plain, block_batch())
-    change_layer = functools.partial(OUTSIDE[change], patch=monkeypatch)
-    contextvars.copy_context().run(_assert_noticed, change_layer, block, plain)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("place", "use"),
+    [*((place, "a slope") for place in PLACES), *(("a deque", use) for use in USES if use != "a slope")],
+)
+def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(place, use):
+    read, change, *made = PLACES[place]
+
+    class Reads(Layer):
+        def __init__(self, channels: int) -> None:
+            super().__init__(channels)
+            self.held = made[0]() if made else None
+
+        def halves(self, x: Tensor) -> Tensor:
+            return USES[use](self, x, read(self))
+
+    block, plain, engine = converted(Reads)
+    assert engine == ("checkpoint" if place in UNWATCHED else "shared")
+    assert_same_steps(block, plain, 1)
+    try:
+        for each in (block, plain):
+            change(each.denselayer2, 0.7)
+        assert_same_steps(block, plain, 1)
+    finally:
+        change(block.denselayer2, 0.1)
+
+
+_held = deque([2.0])
+
+
+class DropsWhatLayersReturn(FeaturesBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.children():
+            x = torch.cat([x, F.dropout(layer(x), _held[0] / 2 - 1, self.training)], 1)
+        return x
+
+
+class NormOfAnyEps(nn.BatchNorm2d):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, _held[0] / 2e5)
+
+
+class PoolsByAnySize(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(super().forward(x), int(_held[0]))
+
+
+def _with_norms_of_any_eps() -> nn.Module:
+    layers = [Layer(START), Layer(START + GROWTH)]
+    for i, layer in enumerate(layers):
+        layer.norm1 = NormOfAnyEps(START + i * GROWTH)
+    return FeaturesBlock(layers)
+
+
+AROUND = {
+    "a rate of a block": lambda: DropsWhatLayersReturn([Layer(START), Layer(START + GROWTH)]),
+    "the eps of a norm": _with_norms_of_any_eps,
+    "the size of a pooling": lambda: PoolsByAnySize(nn.BatchNorm2d(START), nn.ReLU(), nn.Conv2d(START, 4, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_number_of_a_block_a_norm_or_a_transition_counts_too(kind):
+    torch.manual_seed(3)
+    block = AROUND[kind]().double()
+    plain = copy.deepcopy(block)
+    if isinstance(block, PoolsByAnySize):
+        convert_transition(block)
+    make_efficient(block)
+    assert_same_steps(block, plain, 1)
+    _held[0] = 3.0
+    try:
+        assert_same_steps(block, plain, 1)
+    finally:
+        _held[0] = 2.0
 
 
 class _HasAnActivation(LayerHalves):

@@ -287,11 +287,12 @@ def test_is_checkpointing_and_is_recomputing():
     assert module.calls == 4
     assert module.seen == [NOTHING, FORWARD, RECOMPUTATION, NOTHING, NOTHING]
     module.seen.clear()
-    output = checkpoint(lambda x: checkpoint(module, x.exp()).sin(), x)
+    output = checkpoint(lambda x: checkpoint(lambda y: module(y).cos(), x.exp()).sin(), x)
     with disable_checkpointing():  # the recomputation checkpoints what the forward did
-        output.sum().backward()
+        (grad,) = torch.autograd.grad(output.sum(), x)
     assert module.seen[0] == FORWARD
     assert set(module.seen[1:]) == {RECOMPUTATION}
+    assert_close(grad, torch.autograd.grad(module(x.exp()).cos().sin().sum(), x)[0])
     with pytest.raises(ZeroDivisionError) as kept:  # with the frames of the forward
         checkpoint(lambda x: checkpoint(lambda x: x / (1 // 0), x), x)
     assert torch.equal(x.exp().grad_fn._saved_result, x.exp()), kept

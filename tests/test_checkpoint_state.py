@@ -33,8 +33,10 @@ def test_dropout_repeats_its_mask(preserve):
     x = torch.ones(1000, dtype=torch.double, requires_grad=True)
     output = checkpoint(lambda x: F.dropout(x, 0.5), x, preserve_rng_state=preserve)
     torch.rand(3)
+    state = torch.get_rng_state()
     output.sum().backward()
     assert torch.equal(x.grad, output.detach()) == preserve
+    assert torch.equal(torch.get_rng_state(), state) == preserve
 
 
 def test_a_generator_passed_by_the_caller():

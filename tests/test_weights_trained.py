@@ -73,6 +73,8 @@ def test_images_of_other_shapes_and_channels():
     assert torch.equal(transforms(wide)[1], transforms(wide[1]))
     flat = transforms(torch.full((3, 40, 30), 160, dtype=torch.uint8))
     assert torch.allclose(flat, torch.tensor([60 / 50, 50 / 60, 40 / 70])[:, None, None].expand(3, 8, 8))
+    levels = ImageTransform(8, (0.0,), (1.0,))(torch.randint(256, (1, 11, 11), dtype=torch.uint8))
+    assert torch.equal(levels, levels.round())
     for wrong in (torch.zeros(3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(ValueError, match=r"found an image of shape .*but these weights need uint8 with 3 channels"):
             transforms(wrong)

@@ -159,7 +159,7 @@ def _frozen_object(value: Any, names: frozenset[str], depth: int, seen: set[Any]
     if isinstance(value, nn.Module):
         inside = {name: each for name, each in inside.items() if name not in OF_EVERY_MODULE} | value._modules
         is_watched = names.isdisjoint((*value._parameters, *value._buffers))
-    elif cls is not SimpleNamespace:
+    elif not isinstance(value, SimpleNamespace):
         is_python_s = (cls.__reduce_ex__, cls.__reduce__) == (object.__reduce_ex__, object.__reduce__)
         is_watched = is_python_s and bool(slots or cls.__dictoffset__ or cls is object)
     if not (is_known(cls) or names & READ_ANY_ATTRIBUTE):
@@ -234,8 +234,18 @@ _PARTS: dict[type, Any] = {
     ContextVar: lambda value: (value.get(None),),
 }
 """The values that objects of these classes consist of."""
-_CONSTANT = (BuiltinFunctionType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType, CodeType)
-_CONSTANT += (Enum, GenericAlias, range, slice, re.Pattern, type(...), type(NotImplemented))
+_CONSTANT = (BuiltinFunctionType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType)
+_CONSTANT += (
+    MemberDescriptorType,
+    CodeType,
+    Enum,
+    GenericAlias,
+    range,
+    slice,
+    re.Pattern,
+    type(...),
+    type(NotImplemented),
+)
 _WITHOUT_STATE = {"torch", "numpy", "typing", "logging", "operator"}
 _SIMPLE_KEYS = (bool, int, float, complex, str, bytes, tuple)
 _MANY = 10_000

@@ -92,13 +92,8 @@ def _numba_compiles(dtype: torch.dtype) -> bool:
     try:
         importlib.import_module(f"{__name__}.numba_cpu.host.compile_ahead").compile_ahead(dtype)
     except Exception as error:  # a Numba release that is too old or too new may fail in any way
-        warnings.warn(
-            f"Numba cannot compile the kernels for {str(dtype).removeprefix('torch.')} here "
-            f"({' '.join(str(error).split())[:300]}): the shared engine uses PyTorch's operations instead, which are "
-            "slower. Numba 0.62 and newer were tried",
-            stacklevel=2,
-        )
-        return False
+        found = f"Numba cannot compile the kernels for {str(dtype).removeprefix('torch.')} here"
+        return _warn(f"{found} ({' '.join(str(error).split())[:300]})", ". Numba 0.62 and newer were tried")
     return True
 
 
@@ -110,12 +105,7 @@ def _imports_triton() -> bool:
     try:
         importlib.import_module(f"{__name__}.triton_gpu.host.operations")
     except Exception as error:  # a Triton release that is too old or too new may fail in any way
-        warnings.warn(
-            f"Triton's kernels cannot be imported here ({error}): the shared engine uses PyTorch's operations instead, "
-            "which are slower",
-            stacklevel=2,
-        )
-        return False
+        return _warn(f"Triton's kernels cannot be imported here ({error})")
     return True
 
 
@@ -128,19 +118,19 @@ def has_triton(device: torch.device) -> bool:
     version = importlib.import_module("triton").__version__
     first = _FIRST_TRITON.get(capability[0], (0, 0))
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
-        warnings.warn(
-            f"Triton {version} does not compile for {torch.cuda.get_device_name(device)}: the shared engine uses "
-            f"PyTorch's operations instead, which are slower. Triton {'.'.join(map(str, first))}, of PyTorch 2.7, does",
-            stacklevel=2,
-        )
-        return False
+        remedy = f". Triton {'.'.join(map(str, first))}, of PyTorch 2.7, does"
+        return _warn(f"Triton {version} does not compile for {torch.cuda.get_device_name(device)}", remedy)
     try:
         # The first use may compile the launcher, with the system's C compiler.
         importlib.import_module("triton.runtime").driver.active.get_current_device()
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
-        warnings.warn(
-            f"Triton cannot run here ({error}): the shared engine uses PyTorch's operations instead, which are slower",
-            stacklevel=2,
-        )
-        return False
+        return _warn(f"Triton cannot run here ({error})")
     return True
+
+
+def _warn(found: str, remedy: str = "") -> bool:
+    """False, with a warning of the slower kernels that run."""
+    warnings.warn(
+        f"{found}: the shared engine uses PyTorch's operations instead, which are slower{remedy}", stacklevel=3
+    )
+    return False

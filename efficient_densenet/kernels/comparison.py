@@ -213,10 +213,11 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
 }
 
 
+_POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
+
+
 class StemCase(_Arguments):
     """Small integers as a stem's images and norm, so that sets of kernels round alike and find the same maxima."""
-
-    POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
 
     def __init__(
         self,
@@ -225,20 +226,22 @@ class StemCase(_Arguments):
         memory_format: torch.memory_format = torch.contiguous_format,
         size: tuple[int, int] = (9, 14),
         activation: str = "relu",
+        pool: MaxPool = _POOL,
+        frozen: bool = False,
     ) -> None:
         values = torch.randint(-3, 4, (2, channels, *size))
-        grad = torch.randint(-4, 5, (2, channels, *self.POOL.pooled_size(size)))
+        grad = torch.randint(-4, 5, (2, channels, *pool.pooled_size(size)))
         self.values, self.grad_output = (
             images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
         )
         vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
-        self.activation = _activation(activation)
+        self.activation, self.pool, self.frozen = _activation(activation), pool, frozen
 
     @property
     def norm(self) -> BatchNormAffine:
         weight, bias, inv_std, mean = self.vectors
-        return BatchNormAffine(weight, bias, inv_std, mean)
+        return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
 
     def statistics(self, kernels: Any) -> Results:
         matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
@@ -248,7 +251,7 @@ class StemCase(_Arguments):
     def backward(self, kernels: Any) -> Results:
         """The gradients of the norm and of the images."""
         grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
-        settings = self.norm, self.activation, self.POOL
+        settings = self.norm, self.activation, self.pool
         places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
         kernels.norm_activation_max_pool_backward(self.grad_output, places, grad_images, *settings, sums, count)
         return sums.norm_bias, sums.norm_weight, grad_images
@@ -257,7 +260,7 @@ class StemCase(_Arguments):
 STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
     "image_statistics": lambda k, c: c.statistics(k),
     "norm_activation_max_pool": lambda k, c: [
-        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.POOL, c.values.dtype)
+        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.pool, c.values.dtype)
     ],
     "norm_activation_max_pool_backward": lambda k, c: c.backward(k),
 }

@@ -137,18 +137,14 @@ class Planner:
         self.smallest = traced.total(input_shape, self.step.tensor_peak)
         """The least budget with which a step is possible."""
         self.order = list(in_order(self._layers(), self.step))
-        """The layers in the order in which they are taken, each with the step's peak after it."""
+        """The layers in the order in which they are taken, each with an upper bound of the step's peak after it."""
 
     def plan(self, budget: int) -> BudgetPlan:
         if budget < self.smallest:
             raise ValueError(self._what_would_fit(budget))
         count = sum(1 for _, peak in self.order if self.traced.total(self.input_shape, peak) <= budget)
-        while True:
-            kept = kept_layers(each for each, _ in self.order[:count])
-            total = self.traced.total(self.input_shape, self._step_with(kept).tensor_peak) if kept else self.smallest
-            if total <= budget or not kept:
-                break
-            count -= 1  # a block that runs twice in a step saves more than its part of the model shows
+        kept = kept_layers(each for each, _ in self.order[:count])
+        total = self.traced.total(self.input_shape, self._step_with(kept).tensor_peak) if kept else self.smallest
         recomputed = sum(each.work for each, _ in self.order[count:])
         return BudgetPlan(budget, total, kept, len(self.order), recomputed)
 

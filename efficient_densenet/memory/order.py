@@ -52,10 +52,8 @@ def _phases(step: StepMemory, parts: list[str]) -> list[tuple[int, frozenset[str
     """The peaks of the step's phases, and the parts whose saved bottlenecks are alive in each: those from the start of
     a part's forward to the end of its backward."""
     moments = step.trace.moments
-    first, last = (
-        dict.fromkeys(parts, 0),
-        dict.fromkeys(parts, len(moments) - 1),
-    )  # of a part that is in another's stage
+    # A part that is in another's stage has no moments.
+    first, last = dict.fromkeys(parts, 0), dict.fromkeys(parts, len(moments) - 1)
     first |= {moment.part: i for i, moment in reversed([*enumerate(moments)])}
     last |= {moment.part: i for i, moment in enumerate(moments)}
     ends = sorted({0, len(moments), *(first[part] for part in parts), *(last[part] + 1 for part in parts)})
