@@ -58,18 +58,6 @@ DEFECTS = [
         "channels < SMALLEST_INPUT",
         "saving",
     ),
-    Defect(
-        "bottlenecks saved by default: in frozen stages too",
-        "if not all(block.trains for",
-        "if not any(block.trains for",
-        "saving",
-    ),
-    Defect(
-        "bottlenecks saved by default: against a user's setting",
-        "(default if keep is None else keep)",
-        "default",
-        "saving",
-    ),
     Defect("bottlenecks saved without gradients", "request._replace(num_saved=None)", "request", "saving"),
     Defect("a kept plan: a single pixel", "x.shape[1], has_one_pixel)", "x.shape[1])", "plans"),
     Defect(
