@@ -60,7 +60,6 @@ def _pyramid_of_modules(model: DenseNet) -> nn.Module:
 
 
 BUILDS = {
-    "timm": lambda model: _pyramid_of_maps(model, "timm"),
     "normalised_rectified": lambda model: _pyramid_of_maps(model, "normalised_rectified"),
     "torchvision": _pyramid_of_modules,
 }

@@ -30,12 +30,9 @@ def test_first_tier_covers_every_pair(where):
     assert len({param.id for param in params}) == len(params)
 
 
-def test_covering_array_covers_triples_and_is_deterministic():
+def test_covering_array_covers_triples():
     rows = list(itertools.product(range(3), repeat=4))
     chosen = covering_array(rows, strength=3)
-    assert chosen == covering_array(rows, strength=3)
     for columns in itertools.combinations(range(4), 3):
         assert len({tuple(rows[i][c] for c in columns) for i in chosen}) == 27
-    assert len(chosen) < 40
-    assert len(covering_array(rows)) <= 12
     assert covering_array([]) == set()

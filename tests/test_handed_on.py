@@ -27,22 +27,12 @@ def inputs_of_stages(monkeypatch) -> list[Tensor]:
 
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_stages_hand_on_channels_last_and_return_the_format_of_their_input(inputs_of_stages, memory_format):
-    model, images = small_model("bc"), random_images("bc").contiguous(memory_format=memory_format)
+    model, images = small_model("bc", drop_rate=0.2), random_images("bc").contiguous(memory_format=memory_format)
     output = model.features(images)
     stem, *handed_on = map(memory_format_of, inputs_of_stages)
     assert (stem, handed_on) == (memory_format, [torch.channels_last] * 2)
     assert memory_format_of(output) is memory_format
     assert_same_step(model, with_engine(model, "plain"), images)
-
-
-def test_dropout_keeps_the_same_elements():
-    """Its random stream fills masks in the order of the user's memory format."""
-    images, results = random_images("bc"), []
-    for engine in ("plain", "shared"):
-        torch.manual_seed(3)
-        model = small_model("bc", drop_rate=0.4, efficient=engine)
-        results.append(model(images))
-    assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)

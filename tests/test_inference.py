@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from checkpoint_outcomes import CountingOperations
+from grids import grid
 from helpers import (
     FAMILIES,
     assert_all_close,
@@ -39,9 +40,7 @@ def blocks_of(family: str) -> int:
     return len(FAMILIES[family]["block_config"])
 
 
-@pytest.mark.parametrize("engine", [True, "shared"])
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(*grid(family=FAMILIES, engine=[True, "shared"], context=CONTEXTS, strength=1))
 def test_values_and_buffers_are_those_of_plain(family, engine, context):
     plain, x = small_model(family, efficient=False), random_images(family)
     ours = with_engine(plain, engine)
@@ -112,10 +111,3 @@ def test_what_the_engine_cannot_run_runs_by_plain_modules_without_a_warning():
         assert num_stages(model, x) == blocks_of("bc") - 1
         model.set_engine("shared")
         assert_close(model(x), expected)  # nothing is to be saved, so nothing is refused
-
-
-def test_vmap():
-    model, x = small_model("bc").eval(), random_images("bc")
-    with torch.no_grad():
-        found = torch.func.vmap(model)(x.unsqueeze(1))
-        assert_close(found.squeeze(1), model(x))

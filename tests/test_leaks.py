@@ -21,10 +21,10 @@ def _resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.exhaustive)])
 def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
     """Tensors are counted without garbage collection, so that reference cycles are detected too."""
-    model = small_model("bc", block_config=(3, 2), growth_rate=8, drop_rate=0.1).float()
+    model = small_model("bc", block_config=(2, 1), growth_rate=8, drop_rate=0.1).float()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     engines = (*MEMORY_EFFICIENT, "shared", "plain", True)
 
@@ -37,7 +37,7 @@ def test_steps_with_changing_batch_sizes_and_engines_do_not_leak(steps):
             optimizer.step()
         optimizer.zero_grad(set_to_none=i % 2 == 0)
 
-    for i in range(100 + steps // 2):  # the allocator's own pools grow by some MiB meanwhile
+    for i in range(60 + steps // 2):  # the allocator's own pools grow by some MiB meanwhile
         step(i)
     optimizer.zero_grad()
     gc.collect()

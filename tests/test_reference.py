@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from grids import grid
 from helpers import assert_close, plan_stage, relative_error, small_model
 from torch import Tensor, nn
 
@@ -62,14 +63,19 @@ def test_the_reference_equals_plain(consumer):
         assert_close(found, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("consumer", CONSUMERS)
-@pytest.mark.parametrize("kernel_set", SETS)
+@pytest.mark.parametrize(
+    *grid(
+        # Triton's interpreter multiplies float32.
+        lambda kernel_set, dtype, **_: not kernel_set.startswith("triton") or dtype is torch.float32,
+        kernel_set=SETS,
+        dtype=DTYPES,
+        consumer=CONSUMERS,
+        strength=2,
+    )
+)
 def test_every_set_of_kernels_equals_the_reference(kernel_set, consumer, dtype, monkeypatch):
     """In low precision, its error is at most twice plain's."""
     pytest.importorskip(SETS[kernel_set])
-    if kernel_set.startswith("triton") and dtype is not torch.float32:
-        pytest.skip("the interpreter multiplies float32")
     kernels = importlib.import_module(f"efficient_densenet.kernels.{kernel_set}")
     for module in stage_forward, stage_backward:
         monkeypatch.setattr(module, "kernels_for", lambda *_, **__: kernels)

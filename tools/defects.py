@@ -46,11 +46,31 @@ DEFECTS = [
         "plans",
     ),
     Defect("a kept plan: dtypes and sizes of tensors", "_kinds(self.plan) == self.tensors", "True", "plans"),
-    Defect("a kept plan: memory formats", "(block is None, formats, return_features)", "(block is None,)", "plans"),
+    Defect("a kept plan: memory formats", "(block is None, *request)", "(block is None, *request[1:])", "plans"),
     Defect(
         "a kept plan: the state of a converted block", "*request, *states, *precision", "*request, *precision", "plans"
     ),
     Defect("a kept plan: autocast", "*states, *precision, x.dim()", "*states, x.dim()", "plans"),
+    Defect("bottlenecks saved by default: none", "counts[i] += 1", "pass", "saving"),
+    Defect(
+        "bottlenecks saved by default: more than fit",
+        "channels < SMALLEST_INPUT or min(spare[i:]) < size",
+        "channels < SMALLEST_INPUT",
+        "saving",
+    ),
+    Defect(
+        "bottlenecks saved by default: in frozen stages too",
+        "if not all(block.trains for",
+        "if not any(block.trains for",
+        "saving",
+    ),
+    Defect(
+        "bottlenecks saved by default: against a user's setting",
+        "(default if keep is None else keep)",
+        "default",
+        "saving",
+    ),
+    Defect("bottlenecks saved without gradients", "request._replace(num_saved=None)", "request", "saving"),
     Defect("a kept plan: a single pixel", "x.shape[1], has_one_pixel)", "x.shape[1])", "plans"),
     Defect(
         "a kept plan: a hook on all modules, or a patched class",
@@ -387,12 +407,6 @@ DEFECTS = [
         "self.plain_format = None",
         "handed_on",
     ),
-    Defect(
-        "memory format: a map stays in channels_last",
-        "handed_on = not (taps_block or is_tapped) and any(",
-        "handed_on = any(",
-        "handed_on",
-    ),
     Defect("maps: a transition with hooks is not called", "if must_be_called(transition):", "if False:", "features"),
     # The choice of an engine, and what the shared engine leaves to others
     Defect(
@@ -439,12 +453,6 @@ DEFECTS = [
         "engines shared",
     ),
     Defect(
-        "choice of engine: a parametrized weight is read as it is",
-        'if "parametrizations" in module._modules else None',
-        "if False else None",
-        "engines shared",
-    ),
-    Defect(
         "choice of engine: a bias of another precision is taken",
         "if weight.dtype not in allowed or not (bias is None or bias.dtype in allowed):",
         "if weight.dtype not in allowed:",
@@ -454,7 +462,7 @@ DEFECTS = [
         "choice of engine: a single value per channel is normalized",
         "if in_training and count == 1 and (group is None or group.size == 1):",
         "if False:",
-        "shared_autograd",
+        "engines",
     ),
     Defect(
         "choice of engine: another geometry of a convolution is taken",
