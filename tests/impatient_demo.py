@@ -1,7 +1,4 @@
-"""cp_demo.py, which waits for other processes for seconds only.
-
-The first word may be where it runs, with RANK for the rank.
-"""
+"""cp_demo.py, in the directory that the first word says (RANK is the rank), or else impatient with other processes."""
 
 import os
 import runpy
@@ -12,7 +9,8 @@ from samples import DEMOS
 from training import distributed
 
 if __name__ == "__main__":
-    distributed.TIMEOUT = timedelta(seconds=4)
     if "RANK" in sys.argv[1]:
         os.chdir(sys.argv.pop(1).replace("RANK", os.environ["RANK"]))
+    else:
+        distributed.TIMEOUT = timedelta(seconds=4)
     runpy.run_path(str(DEMOS / "cp_demo.py"), run_name="__main__")

@@ -110,6 +110,7 @@ def _stop_one(script: str, words: tuple[str, ...], folder: Path) -> str:
 LOST = "error: process 0 of 2: lost another process, which ended, was stopped or lost its network ("
 
 
+@pytest.mark.exhaustive
 def test_a_stopped_process_ends_the_others_with_a_cause(tmp_path):
     """After PyTorch's timeout, which is ten minutes, and here four seconds."""
     errors = _stop_one(impatient_demo.__file__, ENDLESS, tmp_path)

@@ -317,6 +317,7 @@ def test_a_second_run_is_refused_may_evaluate_and_goes_on_where_the_first_was_ki
     same_run(tmp_path / "run", whole / "run")
 
 
+@pytest.mark.exhaustive
 def test_of_several_resumes_at_once_one_goes_on(paused, whole, tmp_path):
     paused.send_signal(signal.SIGKILL)
     paused.wait()

@@ -46,11 +46,31 @@ DEFECTS = [
         "plans",
     ),
     Defect("a kept plan: dtypes and sizes of tensors", "_kinds(self.plan) == self.tensors", "True", "plans"),
-    Defect("a kept plan: memory formats", "(block is None, formats, return_features)", "(block is None,)", "plans"),
+    Defect("a kept plan: memory formats", "(block is None, *request)", "(block is None, *request[1:])", "plans"),
     Defect(
         "a kept plan: the state of a converted block", "*request, *states, *precision", "*request, *precision", "plans"
     ),
     Defect("a kept plan: autocast", "*states, *precision, x.dim()", "*states, x.dim()", "plans"),
+    Defect("bottlenecks saved by default: none", "counts[i] += 1", "pass", "saving"),
+    Defect(
+        "bottlenecks saved by default: more than fit",
+        "channels < SMALLEST_INPUT or min(spare[i:]) < size",
+        "channels < SMALLEST_INPUT",
+        "saving",
+    ),
+    Defect(
+        "bottlenecks saved by default: in frozen stages too",
+        "if not all(block.trains for",
+        "if not any(block.trains for",
+        "saving",
+    ),
+    Defect(
+        "bottlenecks saved by default: against a user's setting",
+        "(default if keep is None else keep)",
+        "default",
+        "saving",
+    ),
+    Defect("bottlenecks saved without gradients", "request._replace(num_saved=None)", "request", "saving"),
     Defect("a kept plan: a single pixel", "x.shape[1], has_one_pixel)", "x.shape[1])", "plans"),
     Defect(
         "a kept plan: a hook on all modules, or a patched class",
@@ -1435,10 +1455,10 @@ DEFECTS = [
         "adapt_odd_layers",
     ),
     Defect(
-        "conversion: a parameter that a forward writes goes unnoticed",
+        "conversion: a buffer that a forward writes goes unnoticed",
         "if tensor is not None and memory_key(tensor) in written:",
         "if False:",
-        "adapt_odd_layers",
+        "adapt_side_effects",
     ),
     # Conversion: what is converted, and its report
     Defect(

@@ -127,7 +127,7 @@ class ConvertedBlock(VerifiedModule):
             raise NoPartsError(reason)
         parts = read_block(self, pattern)
         kept = self._conversion.kept_bottlenecks
-        if kept:
+        if kept is not None:
             layers = [replace(layer, keep_bottleneck=i in kept) for i, layer in enumerate(parts.layers)]
             parts = replace(parts, layers=tuple(layers))
         layers = [layer.module for layer in parts.layers]

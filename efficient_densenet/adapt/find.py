@@ -80,7 +80,7 @@ class Conversion(Verified):
     statistics: frozenset[str] = frozenset()
     recomputes: bool = False
     as_a_whole: bool = True
-    kept_bottlenecks: frozenset[int] = frozenset()
+    kept_bottlenecks: frozenset[int] | None = None
 
     def fingerprint(self, block: nn.Module) -> Fingerprint:
         """The present state of `block`. The constant of an activation that a layer calls by a function may come from

@@ -145,7 +145,7 @@ def read_layer(block: nn.Module, layer: nn.Module, calls: LayerCalls) -> LayerPa
         activations=tuple(activations),
         drop_rate=drop_rate,
         dropout=dropout,
-        keep_bottleneck=bool(getattr(layer, "keep_bottleneck", False)),
+        keep_bottleneck=getattr(layer, "keep_bottleneck", None),
     )
 
 

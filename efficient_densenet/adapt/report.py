@@ -146,7 +146,7 @@ def saved_values_per_pixel(block: BlockParts, engine: Engine) -> float:
         if engine is Engine.PLAIN:
             total += 2 * layer.conv1.in_channels + 2 * width
         elif engine is Engine.SHARED:
-            total += layer.last_conv.out_channels + width * layer.keep_bottleneck
+            total += layer.last_conv.out_channels + width * bool(layer.keep_bottleneck)
         else:
             total += layer.last_conv.out_channels * (layer is not block.layers[-1]) + 2 * width
         total += _mask_values(layer, engine) if layer.drop_rate > 0 else 0

@@ -23,13 +23,13 @@ from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
-from . import layerwise, stem
+from . import layerwise, saving, stem
 from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
 from .parts import is_engine_block
-from .read import read_stage, read_stem
+from .read import USUAL, StageRequest, read_stage, read_stem
 from .sharded import can_run_inside
-from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
+from .stage.run import StagePlan
 
 
 class Engine(str, Enum):
@@ -73,18 +73,6 @@ class BlockPlan(NamedTuple):
 
     engine: Engine
     stage: StagePlan | None = None
-
-
-class StageRequest(NamedTuple):
-    """What a stage is asked for besides the block's output: the output of `consumer`, where it can join the block's
-    stage; the formats of its outputs; and the block's output too."""
-
-    consumer: nn.Module | None = None
-    formats: StageFormats = FORMATS_OF_X
-    return_features: bool = False
-
-
-_ALONE = StageRequest()
 
 
 RUN_FIRST_HALF = {
@@ -135,18 +123,20 @@ def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     return torch.is_grad_enabled() or _has_faster_forward(x)
 
 
-def plan_block(block: nn.Module, x: Tensor, request: StageRequest = _ALONE) -> BlockPlan:
-    """How to run `block` on `x` now."""
+def plan_block(
+    block: nn.Module, x: Tensor, consumer: nn.Module | None = None, request: StageRequest = USUAL
+) -> BlockPlan:
+    """How to run `block` on `x` now, together with `consumer` where the shared engine can."""
     if _is_tracing(block, x) or _is_left_alone(x, block):
         return BlockPlan(Engine.PLAIN)
     if not _needs_grad(x, block):
-        return _plan_without_gradients(block, x, request)
+        return _plan_without_gradients(block, x, consumer, request)
     engine = as_engine_block(block).engine
     if engine is None:
-        return _best_plan(block, x, request)
+        return _best_plan(block, x, consumer, request)
     if torch.compiler.is_compiling():
         engine = _compiled_engine(engine)
-    plan, reason = _plan_by(engine, block, x, request)
+    plan, reason = _plan_by(engine, block, x, consumer, request)
     if plan is None:
         raise RuntimeError(
             f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
@@ -171,23 +161,32 @@ def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
     return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def join(
-    block: nn.Module,
-    consumer: nn.Module,
-    x: Tensor,
-    formats: StageFormats = FORMATS_OF_X,
-    return_features: bool = False,
-) -> StagePlan | None:
+def join(block: nn.Module, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
     """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
     if must_be_called(block) and not can_run_inside(block, x):
         return None
-    stage = plan_block(block, x, StageRequest(consumer, formats, return_features)).stage
+    stage = plan_block(block, x, consumer, request).stage
     return None if stage is None or stage.spec.consumer is None else stage
+
+
+def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
+    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it.
+
+    `modules` are blocks, each with its consumer after it, and nothing else: any other network may hold most at another
+    moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
+    """
+    blocks, consumers = modules[::2], modules[1::2]
+    whole = x.requires_grad and torch.is_grad_enabled()  # the first stage has all gradients, and so the peak
+    if torch.compiler.is_compiling() or len(blocks) != len(consumers) or not whole:
+        return {}
+    if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
+        return {}
+    return dict(zip(blocks, saving.num_saved(blocks, consumers, x), strict=True))
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the output of `block`."""
-    stage = join(block, consumer, x, return_features=True)
+    stage = join(block, consumer, x, StageRequest(return_features=True))
     if stage is not None:
         output, features = stage.run(x)
         return output, features
@@ -222,12 +221,14 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
 
 def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
-    return _plan_by(engine, block, x, _ALONE)[1]
+    return _plan_by(engine, block, x, None, USUAL)[1]
 
 
-def _plan_without_gradients(block: nn.Module, x: Tensor, request: StageRequest) -> BlockPlan:
+def _plan_without_gradients(
+    block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest
+) -> BlockPlan:
     if as_engine_block(block).engine in (None, Engine.SHARED) and _has_faster_forward(x):
-        plan, _ = _plan_by(Engine.SHARED, block, x, request)
+        plan, _ = _plan_by(Engine.SHARED, block, x, consumer, request._replace(num_saved=None))
         if plan is not None:
             return plan
     return BlockPlan(Engine.PLAIN)
@@ -251,20 +252,24 @@ def _compiled_engine(engine: Engine) -> Engine:
     return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
-def _best_plan(block: nn.Module, x: Tensor, request: StageRequest) -> BlockPlan:
+def _best_plan(block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest) -> BlockPlan:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    plan, reason = _plan_by(best, block, x, request)
+    plan, reason = _plan_by(best, block, x, consumer, request)
     if plan is not None:
         return plan
     if torch.compiler.is_compiling():
         may_recompute = as_engine_block(block).why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    plan = next(plan for plan, _ in (_plan_by(engine, block, x, request) for engine in others) if plan is not None)
+    plan = next(
+        plan for plan, _ in (_plan_by(engine, block, x, consumer, request) for engine in others) if plan is not None
+    )
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
 
 
-def _plan_by(engine: Engine, block: nn.Module, x: Tensor, request: StageRequest) -> tuple[BlockPlan | None, str | None]:
+def _plan_by(
+    engine: Engine, block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest
+) -> tuple[BlockPlan | None, str | None]:
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
         return BlockPlan(engine), None
@@ -272,7 +277,7 @@ def _plan_by(engine: Engine, block: nn.Module, x: Tensor, request: StageRequest)
     if reason is not None:
         return None, reason
     if engine is Engine.SHARED:
-        stage = read_stage(block, request.consumer, x, request.formats, request.return_features)
+        stage = read_stage(block, consumer, x, request)
         return (None, stage) if isinstance(stage, str) else (BlockPlan(engine, stage), None)
     reason = as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
     return (BlockPlan(engine), None) if reason is None else (None, reason)

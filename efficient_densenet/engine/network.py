@@ -16,6 +16,7 @@ from torch.fx import Proxy
 from .._tensors import formatted, memory_format_of
 from . import choose
 from .changed_modules import must_be_called
+from .read import StageRequest
 from .stage.run import StageFormats
 
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -52,6 +53,7 @@ class _Walk:
         self.outputs: dict[str, Tensor] = {}
         self.position = 0
         self.plain_format: torch.memory_format | None = None
+        self.num_saved: dict[nn.Module, int] = {}
         blocks = [module for _, module in modules if is_block(module)]
         self.first_block = blocks[0] if blocks else None
 
@@ -80,8 +82,8 @@ class _Walk:
         else:
             taps_block, is_tapped = name in self.taps, consumer_name in self.taps
             handed_on = not (taps_block or is_tapped) and any(self.is_block(module) for _, module in following)
-            formats = StageFormats(self.plain_format, handed_on)
-            stage = choose.join(block, consumer, self.x, formats, taps_block)
+            request = StageRequest(StageFormats(self.plain_format, handed_on), taps_block, self._num_saved(block))
+            stage = choose.join(block, consumer, self.x, request)
             if stage is None:
                 self.call_next()
                 return
@@ -95,6 +97,14 @@ class _Walk:
         self.position += 2
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
+
+    def _num_saved(self, block: nn.Module) -> int:
+        """How many layers of `block` save their bottlenecks by default."""
+        if block is self.first_block:
+            self.num_saved = (
+                {} if self.taps else choose.num_saved([module for _, module in self.modules[self.position :]], self.x)
+            )
+        return self.num_saved.get(block, 0)
 
     def call_next(self) -> None:
         self._use_plain_format()

@@ -50,7 +50,8 @@ class LayerParts:
         activations: the activation modules: one for each norm, one for all of them, or none for ReLUs without a module.
         drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
         dropout: the dropout function, called with the features and `drop_rate`.
-        keep_bottleneck: True for the shared engine to save the bottleneck for backward, False to recompute it.
+        keep_bottleneck: True for the shared engine to save the bottleneck for backward, False to recompute it, None to
+            save it where the step's peak stays as it is.
     """
 
     module: nn.Module
@@ -61,7 +62,7 @@ class LayerParts:
     activations: tuple[nn.Module, ...] = ()
     drop_rate: float = 0.0
     dropout: Callable[[Tensor, float], Tensor] = F.dropout
-    keep_bottleneck: bool = False
+    keep_bottleneck: bool | None = None
 
     @property
     def last_conv(self) -> _ConvNd:

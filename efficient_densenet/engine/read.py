@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..norms.sync_batch_norm import is_synchronized
 from .changed_modules import HOOKS, why_not_global_changes
 from .parts import BlockParts
 from .refuse import joined_consumer, separate_consumer, shared_parts
+from .saving import remember_sizes
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
 from .stem import StemPlan, stem_at_the_start
@@ -33,27 +34,42 @@ _MOST_PLANS = 32
 """Of one module: for other dtypes, numbers of dimensions, memory formats, precisions and consumers."""
 
 
+class StageRequest(NamedTuple):
+    """What a stage is to return and to save.
+
+    Attributes:
+        formats: the memory formats of its outputs.
+        return_features: whether it returns the block's output too.
+        num_saved: how many of its layers, the last ones, save their bottlenecks if they leave it open; None where no
+            layer saves any, since there is no backward.
+    """
+
+    formats: StageFormats = FORMATS_OF_X
+    return_features: bool = False
+    num_saved: int | None = 0
+
+
+USUAL = StageRequest()
+
+
 def read_stage(
-    block: nn.Module | None,
-    consumer: nn.Module | None,
-    x: Tensor,
-    formats: StageFormats = FORMATS_OF_X,
-    return_features: bool = False,
+    block: nn.Module | None, consumer: nn.Module | None, x: Tensor, request: StageRequest = USUAL
 ) -> StagePlan | str:
     """How the shared engine runs `block` on x, together with `consumer` where it can; or the reason why it cannot run
     the block. Without a block it is the plan of the consumer alone."""
     reason = why_not_global_changes()
     if reason is not None:
         return reason
-    formats = formats if formats.plain else formats._replace(plain=memory_format_of(x))
+    if request.formats.plain is None:
+        request = request._replace(formats=request.formats._replace(plain=memory_format_of(x)))
 
     def read() -> StagePlan | str:
-        return _read(block, consumer, x, formats, return_features)
+        return _read(block, consumer, x, request)
 
     if block is not None and block._forward_pre_hooks:  # of fully_shard, which may gather and cast parameters
         return read()
     roots = [module for module in (block, consumer) if module is not None]
-    return _keep(roots, (block is None, formats, return_features), x, read)
+    return _keep(roots, (block is None, *request), x, read)
 
 
 def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
@@ -64,22 +80,37 @@ def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
     return None if isinstance(plan, str) else plan
 
 
-def _read(
-    block: nn.Module | None, consumer: nn.Module | None, x: Tensor, formats: StageFormats, return_features: bool
-) -> StagePlan | str:
+def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, request: StageRequest) -> StagePlan | str:
+    formats = request.formats
     if block is None:
         parts = separate_consumer(cast(nn.Module, consumer), x)
         return "found no consumer" if parts is None else StagePlan(BlockParts(()), parts, x, False, formats)
     read, reason = shared_parts(block, x)
     if read is None:
         return cast(str, reason)
+    if not torch.compiler.is_compiling():
+        remember_sizes(block, read)
+    if request.num_saved != 0:
+        read = _saving(read, request.num_saved)
     if consumer is not None:
         sharded = tuple(module for module in (block, consumer) if can_run_inside(module, x))
         joined = joined_consumer(read, consumer, sharded)
         if joined is not None:
             read = replace(read, sharded=(*sharded, *read.sharded)) if sharded else read
-            return StagePlan(read, joined, x, return_features, formats)
+            return StagePlan(read, joined, x, request.return_features, formats)
     return StagePlan(read, None, x, False, formats)
+
+
+def _saving(block: BlockParts, num_saved: int | None) -> BlockParts:
+    """The parts in which every layer says whether it saves its bottleneck."""
+    first = len(block.layers) - (num_saved or 0)
+    by_default = [i >= first for i in range(len(block.layers))]
+    layers = (
+        replace(layer, keep_bottleneck=num_saved is not None and (default if keep is None else keep))
+        for layer, default in zip(block.layers, by_default, strict=True)
+        for keep in (layer.keep_bottleneck,)
+    )
+    return replace(block, layers=tuple(layers))
 
 
 def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[[], Plan | str]) -> Plan | str:

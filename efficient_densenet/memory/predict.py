@@ -91,7 +91,7 @@ def predict(
 
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
     engine = engine_of(traced.model)
-    num_saved = sum(layer.keep_bottleneck for _, _, layer in dense_layers(traced.model))
+    num_saved = sum(bool(layer.keep_bottleneck) for _, _, layer in dense_layers(traced.model))
     step = traced.training_step(input_shape)
     inference = traced.inference(input_shape)
     by_engine, refused = dict[str, StepMemory](), dict[str, str]()

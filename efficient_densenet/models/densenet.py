@@ -34,7 +34,8 @@ class DenseNet(DenseModel):
             default is fan_out with small inputs and fan_in otherwise.
         memory_efficient: torchvision's and timm's name for `efficient`, which it replaces if given.
         keep_bottleneck: True makes the shared engine save each layer's bottleneck instead of recomputing it: this takes
-            twice the memory and less time. A layer's own attribute of this name can be set at any time.
+            twice the memory and less time. False recomputes each. None saves those that leave a step's peak as it is,
+            if `efficient` is True. A layer's own attribute of this name can be set at any time.
         memory_budget: bytes such as "6GiB" for all tensors of a training step. The first step on inputs of a shape
             decides which bottlenecks are saved, as by `memory.set_memory_budget`, which also knows the optimizer. Call
             that before `torch.compile`, under which nothing is decided.
@@ -66,7 +67,7 @@ class DenseNet(DenseModel):
         in_channels: int = 3,
         init: Literal["fan_out", "fan_in"] | None = None,
         memory_efficient: bool | str | None = None,
-        keep_bottleneck: bool = False,
+        keep_bottleneck: bool | None = None,
         memory_budget: int | str | None = None,
         dims: int = 2,
         output_stride: int | None = None,

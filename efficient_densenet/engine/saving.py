@@ -1,0 +1,128 @@
+"""Which bottlenecks are saved although nobody asks for it: those that leave a step's peak as it is.
+
+A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
+have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.
+Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
+"""
+
+import math
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from .._tensors import compute_dtype
+from ..norms.frozen import uses_running_statistics
+from .parts import BlockParts, NoPartsError, consumer_parts, parts_of
+
+SMALLEST_INPUT = 64
+"""Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
+
+
+class BlockSizes(NamedTuple):
+    """The sizes of a block.
+
+    Attributes:
+        channels: of its features.
+        weights: of its convolutions.
+        saved: the channels of the bottlenecks that are saved by request.
+        layers: the channels that each layer reads and the width of its bottleneck, of layers that leave it open.
+        trains: whether its norms have batch statistics.
+    """
+
+    channels: int
+    weights: int
+    saved: int
+    layers: tuple[tuple[int, int], ...]
+    trains: bool
+
+    @property
+    def width(self) -> int:
+        return max((width for _, width in self.layers), default=0)
+
+
+class ConsumerSizes(NamedTuple):
+    """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
+
+    pools: bool
+    channels: int | None
+
+
+StageSizes = tuple[BlockSizes, ConsumerSizes]
+
+_of_blocks: weakref.WeakKeyDictionary[nn.Module, BlockSizes] = weakref.WeakKeyDictionary()
+_of_consumers: weakref.WeakKeyDictionary[nn.Module, ConsumerSizes] = weakref.WeakKeyDictionary()
+
+
+def remember_sizes(block: nn.Module, parts: BlockParts) -> None:
+    """Remember the sizes of a block that has been read, though perhaps not checked: by its convolutions alone."""
+    convolutions = [conv for layer in parts.layers for conv in layer.convolutions]
+    if not convolutions or not all(isinstance(conv, _ConvNd) for conv in convolutions):
+        raise NoPartsError("found a block without convolutions")
+    first, last = parts.layers[0], parts.layers[-1]
+    inside = [layer for layer in parts.layers if layer.norm2 is not None]
+    _of_blocks[block] = BlockSizes(
+        channels=last.conv1.in_channels + last.last_conv.out_channels,
+        weights=sum(conv.in_channels * conv.out_channels * math.prod(conv.kernel_size) for conv in convolutions),
+        saved=sum(layer.conv1.out_channels for layer in inside if layer.keep_bottleneck),
+        layers=tuple(
+            (each.conv1.in_channels, each.conv1.out_channels) for each in inside if each.keep_bottleneck is None
+        ),
+        trains=not uses_running_statistics(first.norm1),
+    )
+
+
+def num_saved(blocks: Sequence[nn.Module], consumers: Sequence[nn.Module], x: Tensor) -> Sequence[int]:
+    """For each block how many of its layers, the last ones, save their bottlenecks.
+
+    The blocks are all of a network, each with its consumer after it; x is the input of the first.
+    """
+    try:
+        for block in blocks:
+            if block not in _of_blocks:
+                remember_sizes(block, parts_of(block))
+        for consumer in consumers:
+            if consumer not in _of_consumers:
+                parts = consumer_parts(consumer)
+                if parts is None:
+                    return [0] * len(blocks)
+                channels = None if parts.conv is None else parts.conv.out_channels
+                _of_consumers[consumer] = ConsumerSizes(parts.pools, channels)
+    except NoPartsError:
+        return [0] * len(blocks)
+    sizes = tuple(
+        (_of_blocks[block], _of_consumers[consumer]) for block, consumer in zip(blocks, consumers, strict=True)
+    )
+    return _num_saved(sizes, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
+
+
+@lru_cache(maxsize=256)
+def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int]:
+    """`shape` is (N, *spatial) of the first block's input. All sums below are numbers of values."""
+    held, spare, all_pixels, peak = 0, [], [], 0
+    images, *sides = shape
+    for block, consumer in stages:
+        pixels = images * math.prod(sides)
+        sides = [side // (1 + consumer.pools) for side in sides]
+        features, output = pixels * block.channels, images * math.prod(sides) * (consumer.channels or block.channels)
+        held += features + pixels * block.saved
+        if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
+            peak = held + features + output + pixels * block.width * 9 // 4
+        scratch = pixels * block.width * 9 // 2 + 2 * output + 2 * block.weights * 4 // itemsize
+        spare.append(peak - held - features - scratch)
+        all_pixels.append(pixels)
+    counts, full = [0] * len(stages), {0}
+    if not all(block.trains for block, _ in stages):
+        return counts
+    layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
+    for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
+        size = all_pixels[i] * width
+        if i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
+            full.add(i)
+        else:
+            counts[i] += 1
+            spare[i:] = [each - size for each in spare[i:]]
+    return counts

@@ -1,0 +1,110 @@
+"""Bottlenecks that are saved by default, since they leave a step's peak as it is."""
+
+import copy
+
+import pytest
+import torch
+import torchvision
+from helpers import assert_same_buffers, assert_same_step
+from torch import nn
+
+from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet.memory import predict, saved_bytes, set_memory_budget, tensor_peak
+from efficient_densenet.memory.step import MetaModel
+
+SIZE = 4, 3, 64, 64
+
+
+def _ours(**settings) -> nn.Module:
+    return DenseNet(8, (6, 8, 8), 0.5, 16, num_classes=5, small_inputs=False, **settings)
+
+
+def _converted() -> nn.Module:
+    model = torchvision.models.DenseNet(8, (6, 8, 8), 16, num_classes=5)
+    make_efficient(model)
+    return model
+
+
+def _recomputing(model: nn.Module) -> nn.Module:
+    """The same model, which saves no bottleneck."""
+    model = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if name.endswith(("denseblock1", "denseblock2", "denseblock3")):
+            module.keep_bottlenecks(())
+    return model
+
+
+@pytest.mark.parametrize("kernels", ["", "portable"])
+@pytest.mark.parametrize("make", [_ours, _converted])
+def test_the_peak_is_that_of_recomputing(make, kernels, monkeypatch):
+    if kernels:
+        monkeypatch.setattr("efficient_densenet.kernels.numba_supports", lambda values: False)
+    model, x = make(), torch.randn(SIZE)
+    recomputing = _recomputing(model)
+    for each in (model, recomputing):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    assert saved_bytes(lambda: model(x)) > saved_bytes(lambda: recomputing(x))
+    peaks = [tensor_peak(lambda each=each: each(x).sum().backward()) for each in (model, recomputing)]
+    assert peaks[0] <= peaks[1] * 1.001
+    if kernels:
+        return  # a prediction is of the kernels that this processor has
+    predicted = [_predicted(each, SIZE, "cpu") for each in (model, recomputing)]
+    assert predicted[0] == predicted[1]
+
+
+def _predicted(model: nn.Module, shape: tuple[int, ...], device: str) -> int:
+    return MetaModel(model, device=device).training_step(shape).tensor_peak
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ((12, (16, 16, 16), 0.5, 24), (64, 3, 32, 32)),
+        ((12, (4, 10, 20), 0.9, 24), (8, 3, 32, 32)),
+        ((4, (2, 30), 1.0, 60), (2, 3, 30, 20)),
+    ],
+)
+def test_no_predicted_peak_grows(settings, shape, device):
+    by_default, none = (DenseNet(*settings, keep_bottleneck=keep) for keep in (None, False))
+    assert _predicted(by_default, shape, device) <= _predicted(none, shape, device)
+
+
+@pytest.mark.parametrize("make", [_ours, _converted])
+def test_steps_are_plain_s(make):
+    torch.manual_seed(0)
+    model = make().double()
+    plain = copy.deepcopy(model)
+    plain.set_engine(False) if make is _ours else make_efficient(plain, "plain")
+    x = torch.randn(SIZE, dtype=torch.double)
+    assert_same_step(model, plain, x)
+    assert_same_buffers(model, plain)
+
+
+def _saves_none(model: nn.Module, x: torch.Tensor) -> bool:
+    return saved_bytes(lambda: model(x)) == saved_bytes(lambda: _recomputing(model)(x))
+
+
+def test_where_none_is_saved():
+    x = torch.randn(SIZE)
+    assert not _saves_none(_ours(), x)
+    assert _saves_none(_ours(keep_bottleneck=False), x)
+    assert _saves_none(_ours(efficient="shared"), x)
+    assert _saves_none(_ours(features_only=True), x)
+    frozen = _ours()
+    for module in frozen.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+    assert _saves_none(frozen, x)
+    budgeted = _ours()
+    set_memory_budget(budgeted, predict(_ours(keep_bottleneck=False), SIZE).total, SIZE)
+    assert all(layer.keep_bottleneck is not None for layer in budgeted.features.denseblock3.children())
+
+
+def test_a_forward_without_gradients_keeps_none():
+    model, x = _ours(keep_bottleneck=True), torch.randn(SIZE)
+    recomputing = _recomputing(model)
+    with torch.no_grad():
+        peaks = [tensor_peak(lambda each=each: each(x)) for each in (model, recomputing)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
