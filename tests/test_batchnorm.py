@@ -112,6 +112,16 @@ def test_every_engine_and_torch_s_checkpoint_around_our_norms(engine, use, momen
     assert_same_gradients(ours, plain, 1e-9)
 
 
+@pytest.mark.parametrize("engine", ["official", "checkpoint"])
+def test_restored_norms_of_recomputed_layers_update_once(engine):
+    plain, x = small_model("bc", efficient=False), torch.randn(4, 3, 9, 7, dtype=torch.double)
+    ours = restore_batchnorm(with_engine(plain, engine))
+    for model in (ours, plain):
+        for _ in range(2):
+            model(x).square().sum().backward()
+    assert_same_buffers(ours, plain)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchvision_updates_checkpointed_norms_twice_and_this_package_once():
     arguments = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}

@@ -1443,10 +1443,10 @@ DEFECTS = [
         "adapt_odd_layers",
     ),
     Defect(
-        "conversion: a parameter that a forward writes goes unnoticed",
+        "conversion: a buffer that a forward writes goes unnoticed",
         "if tensor is not None and memory_key(tensor) in written:",
         "if False:",
-        "adapt_odd_layers",
+        "adapt_side_effects",
     ),
     # Conversion: what is converted, and its report
     Defect(
