@@ -182,7 +182,7 @@ def check_pip(words: list[str]) -> None:
 def options_of_examples(name: str = "*") -> set[str]:
     """The options of a program, or of all, read from its text: its libraries are not installed everywhere."""
     files = [*(ROOT / "examples").glob(f"{name}.py"), ROOT / "examples/common.py"]
-    return {option for file in files for option in re.findall(r'^    add\("--(\w+)"', file.read_text(), re.MULTILINE)}
+    return {option for file in files for option in re.findall(r'\badd\(\s*"--(\w+)"', file.read_text())}
 
 
 def check_script(script: Path, words: list[str]) -> None:

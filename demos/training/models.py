@@ -46,7 +46,7 @@ class ModelConfig:
             "num_classes": len(self.classes),
             "in_channels": self.channels,
             "efficient": True if engine == "best" else engine,
-            "keep_bottleneck": keep_bottleneck,
+            "keep_bottleneck": keep_bottleneck or None,
         }
         if self.model is not None:
             return create_model(self.model, **arguments)

@@ -86,7 +86,7 @@ class Options:
         seed: the same seed gives the same run, exactly on a CPU. None draws one, which config.json then has.
         amp: bf16 or fp16 for automatic mixed precision.
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
-            a faster step in more memory, with the same numbers.
+            a faster step in more memory, with the same numbers. False keeps those that leave the peak as it is.
         memory: bytes such as 6GiB for all tensors of a training step; they decide which bottlenecks are kept and, where
             a batch does not fit, micro_batch_size. By default most of what is free on a GPU.
         channels_last: use the channels-last memory format for images and weights.

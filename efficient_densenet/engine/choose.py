@@ -176,8 +176,9 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
     moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
     """
     blocks, consumers = modules[::2], modules[1::2]
-    whole = x.requires_grad and torch.is_grad_enabled()  # the first stage has all gradients, and so the peak
-    if torch.compiler.is_compiling() or len(blocks) != len(consumers) or not whole:
+    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or len(blocks) != len(consumers):
+        return {}
+    if not (x.requires_grad and torch.is_grad_enabled()):  # else the first stage has all gradients, and so the peak
         return {}
     if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
         return {}
