@@ -125,6 +125,12 @@ def _forward_once(model: nn.Module) -> None:
     model(torch.ones(SIZE).double())
 
 
+def _swapped_relus(layer: nn.Module) -> None:
+    """The same modules in the same order, under each other's names."""
+    names = {"relu1": "relu2", "relu2": "relu1"}
+    layer._modules = {names.get(name, name): module for name, module in layer._modules.items()}
+
+
 def _halved_groups(conv: nn.Conv2d) -> None:
     conv.groups, conv.weight = 2, nn.Parameter(conv.weight[:, :4].detach().clone())
 
@@ -190,6 +196,23 @@ CHANGES: dict[str, Change] = {
     "a spectral norm": _of(f"{LAYER}.conv1", spectral_norm),
     "dropout": _set(LAYER, drop_rate=0.5),
     "dropout of another rate": _steps(_set(LAYER, drop_rate=0.5), _forward_once, _set(LAYER, drop_rate=0.2)),
+    "a tensor as eps changes in place": _steps(
+        _set(f"{LAYER}.norm2", eps=torch.tensor(0.1)),
+        _forward_once,
+        _of(f"{LAYER}.norm2", lambda norm: setattr(norm, "eps", norm.eps.fill_(2.0))),
+    ),
+    "a list as padding changes in place": _steps(
+        _set("conv0", stride=[2, 2], padding=[3, 3]),
+        _forward_once,
+        _of("conv0", lambda conv: conv.padding.__setitem__(0, 4)),
+    ),
+    "a new forward in the place of a list": _steps(
+        _set(LAYER, notes=[1]), _forward_once, _of(LAYER, lambda layer: (delattr(layer, "notes"), _forward(layer)))
+    ),
+    "activations change places": _steps(_replace(f"{LAYER}.relu1", nn.SiLU), _forward_once, _of(LAYER, _swapped_relus)),
+    "a wrapped convolution of a transition": _of(
+        TRANSITION, lambda module: setattr(module, "conv", nn.Sequential(module.conv, nn.Dropout(0.0)))
+    ),
     "weights in channels_last": lambda model: model.to(memory_format=torch.channels_last),
 }
 """Changes of a model; some of them are of converted models too."""
@@ -448,6 +471,35 @@ def test_a_model_is_freed_when_nothing_refers_to_it(make, models):
         assert not [each() for each in references if each() is not None]
     finally:
         gc.enable()
+
+
+HOLDERS: dict[str, Callable[[nn.Module, nn.Module], None]] = {
+    "a hook": lambda model, conv: conv.register_forward_hook(lambda *_: model and None) and None,
+    "a parameter's hook": lambda model, conv: conv.weight.register_hook(lambda grad: model and None) and None,
+    "an attribute": lambda model, conv: conv.__dict__.update(owner=[model]),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("make", [_ours, _converted])
+def test_a_model_that_its_own_modules_refer_to_is_collected(make, holder, models):
+    ours, _ = copy.deepcopy(models[make])
+    for _ in range(2):
+        ours(torch.randn(SIZE, dtype=torch.double)).sum().backward()
+        HOLDERS[holder](ours, ours.features.denseblock1.denselayer1.conv2)
+    reference = weakref.ref(ours)
+    del ours
+    gc.collect()
+    assert reference() is None
+
+
+def test_copies_and_pickles_have_no_plans(models):
+    ours, _ = models[_ours]
+    ours(torch.randn(SIZE, dtype=torch.double)).sum().backward()
+    block = ours.features.denseblock1
+    assert vars(block)[read._Plans.ATTRIBUTE].by_key
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert vars(other)[read._Plans.ATTRIBUTE] == {}
 
 
 def test_replaced_parameters_are_freed():

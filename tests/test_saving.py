@@ -7,6 +7,7 @@ import torch
 import torchvision
 from helpers import assert_same_buffers, assert_same_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from efficient_densenet import DenseNet, make_efficient
 from efficient_densenet.memory import predict, saved_bytes, set_memory_budget, tensor_peak
@@ -108,3 +109,17 @@ def test_a_forward_without_gradients_keeps_none():
     with torch.no_grad():
         peaks = [tensor_peak(lambda each=each: each(x)) for each in (model, recomputing)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+@pytest.mark.parametrize("make", [_ours, _converted])
+def test_what_is_saved_follows_the_modules_and_their_modes(make):
+    model, x = make(), torch.randn(SIZE)
+    first = saved_bytes(lambda: model(x))
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train()
+    assert saved_bytes(lambda: model(x)) == first
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=False).sum().backward()  # raises where a recomputation saves something else
+        model.features.denseblock2.eval()

@@ -221,6 +221,7 @@ def _is_array(value: Any) -> bool:
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # added by the conversion itself
+    "_engine_plans",  # kept by engine/read.py
     "keep_bottleneck",  # read at every forward
     "_is_replica",  # set by nn.DataParallel
 }

@@ -27,7 +27,7 @@ from . import layerwise, saving, stem
 from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
 from .parts import is_engine_block
-from .read import USUAL, StageRequest, read_stage, read_stem
+from .read import USUAL, StageRequest, read_sizes, read_stage, read_stem
 from .sharded import can_run_inside
 from .stage.run import StagePlan
 
@@ -182,7 +182,8 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
         return {}
     if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
         return {}
-    return dict(zip(blocks, saving.num_saved(blocks, consumers, x), strict=True))
+    sizes = [read_sizes(block, x) for block in blocks], list(map(saving.consumer_sizes, consumers))
+    return dict(zip(blocks, saving.num_saved(*sizes, x), strict=True))
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,7 @@
 
 A forward with a kept plan looks only at what can change: the modules inside and their classes, hooks, attributes that
 were added (a new forward), every plain attribute (training flags, eps, drop rates, …), and the type, dtype and size of
-each tensor. Any change reads and checks again. The plans belong to a block, not to its attributes: copies, replicas and
-pickles of a model have none.
+each tensor. Any change reads and checks again. Modules with values that may change in place are read in each forward.
 """
 
 import weakref
@@ -19,19 +18,42 @@ from torch import Tensor, nn
 from .._tensors import autocast_enabled, compute_dtype, device_type, memory_format_of
 from ..norms.sync_batch_norm import is_synchronized
 from .changed_modules import HOOKS, why_not_global_changes
-from .parts import BlockParts
+from .parts import BlockParts, is_norm
 from .refuse import joined_consumer, separate_consumer, shared_parts
-from .saving import remember_sizes
+from .saving import BlockSizes, block_sizes
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
 from .stem import StemPlan, stem_at_the_start
 
-Plan = TypeVar("Plan", StagePlan, StemPlan)
+Plan = TypeVar("Plan", StagePlan, StemPlan, BlockSizes)
 
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[tuple, "_Kept"]] = weakref.WeakKeyDictionary()
-"""The plans that begin with a module, by all that a plan depends on besides the state of the modules."""
 _MOST_PLANS = 32
 """Of one module: for other dtypes, numbers of dimensions, memory formats, precisions and consumers."""
+
+
+class _Plans:
+    """The plans that begin with a module, by all that a plan depends on besides the state of the modules.
+
+    They are an attribute of the module, so that the garbage collector sees cycles through hooks inside. Copies and
+    pickles of the module have an empty dict in its place, and a replica is not its owner.
+    """
+
+    ATTRIBUTE = "_engine_plans"
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = weakref.ref(owner)
+        self.by_key: dict[tuple, _Kept] = {}
+
+    def __reduce__(self) -> tuple:
+        return dict, ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "_Plans":
+        attributes = vars(module)
+        plans = attributes.get(cls.ATTRIBUTE)
+        if not isinstance(plans, cls) or plans.owner() is not module:
+            plans = attributes[cls.ATTRIBUTE] = cls(module)
+        return plans
 
 
 class StageRequest(NamedTuple):
@@ -80,6 +102,12 @@ def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
     return None if isinstance(plan, str) else plan
 
 
+def read_sizes(block: nn.Module, x: Tensor) -> BlockSizes | None:
+    """The sizes of a block, or None where its parts are not known."""
+    sizes = _keep([block], ("sizes",), x, lambda: block_sizes(block) or "")
+    return None if isinstance(sizes, str) else sizes
+
+
 def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, request: StageRequest) -> StagePlan | str:
     formats = request.formats
     if block is None:
@@ -88,8 +116,6 @@ def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, reques
     read, reason = shared_parts(block, x)
     if read is None:
         return cast(str, reason)
-    if not torch.compiler.is_compiling():
-        remember_sizes(block, read)
     if request.num_saved != 0:
         read = _saving(read, request.num_saved)
     if consumer is not None:
@@ -122,25 +148,41 @@ def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[
     precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x)
     has_one_pixel = x.shape[0] * x.shape[2:].numel() == 1  # with which no norm can train
     key = (*map(weakref.ref, others), *request, *states, *precision, x.dim(), x.shape[1], has_one_pixel)
-    plans = _kept.get(first)
-    kept = None if plans is None else plans.get(key)
+    plans = _Plans.of(first)
+    kept = plans.by_key.get(key)
     if kept is not None and kept.is_current(roots):
         return cast(Any, kept.plan)
     plan = read()
     if not isinstance(plan, str):
         kept = None if any(map(_must_be_read, roots)) else _Kept(roots, plan, first_may_have_hooks=request[0] is False)
         if kept is not None and kept.is_current(roots):  # not with hooks inside
-            rest = {} if plans is None or len(plans) >= _MOST_PLANS else plans
-            _kept[first] = rest | {key: kept}  # a new dict: other threads may read the old one
+            rest = {} if len(plans.by_key) >= _MOST_PLANS else plans.by_key
+            plans.by_key = rest | {key: kept}  # a new dict: other threads may read the old one
     return plan
 
 
 def _must_be_read(root: nn.Module) -> bool:
-    """Whether there is a module inside that depends on more than its attributes: on processes, or compiled code."""
-    return any(is_synchronized(module) or isinstance(module, torch.jit.ScriptModule) for module in root.modules())
+    """Whether there is a module inside that depends on more than its attributes: on processes, compiled code, values
+    that may change in place, or the eps of a class."""
+    return any(
+        is_synchronized(module)
+        or isinstance(module, torch.jit.ScriptModule)
+        or (is_norm(module) and "eps" not in vars(module))
+        or any(_may_change_in_place(module, name, value) for name, value in vars(module).items())
+        for module in root.modules()
+    )
 
 
-_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+def _may_change_in_place(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute may be a setting that changes although it stays the same object."""
+    if name in _INTERNAL:
+        return False
+    if isinstance(value, Tensor):
+        return name not in ("weight", "bias")
+    return isinstance(value, (list, dict, set)) and type(module).__module__.startswith("torch.nn.")
+
+
+_INTERNAL = (frozenset(vars(nn.Module())) | {_Plans.ATTRIBUTE}) - {"training"}
 _PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device
 _hooks, _children, _tensors = itemgetter(*HOOKS), itemgetter("_modules"), itemgetter("_parameters", "_buffers")
 
@@ -148,11 +190,13 @@ _hooks, _children, _tensors = itemgetter(*HOOKS), itemgetter("_modules"), itemge
 class _Kept:
     """A plan, and the state of the modules for which it was made.
 
-    It refers to no module of `roots`, so that these are freed as if it did not exist; modules inside live as long as
-    they do. Tensors are not kept either: a forward reads them anew.
+    It refers to no module of `roots`, so that these are freed at once where nothing else makes a cycle. Tensors are not
+    kept either: a forward reads them anew.
     """
 
-    def __init__(self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan, first_may_have_hooks: bool) -> None:
+    def __init__(
+        self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan | BlockSizes, first_may_have_hooks: bool
+    ) -> None:
         self.plan, self.first_checked = plan, int(first_may_have_hooks)
         inside = [module for root in roots for module in root.modules()]
         self.inside = [module for module in inside if not any(module is root for root in roots)]
@@ -160,6 +204,7 @@ class _Kept:
         attributes = list(map(vars, modules))
         self.classes, self.sizes = list(map(type, modules)), list(map(len, attributes))
         self.children = list(chain.from_iterable(map(dict.values, map(_children, attributes))))
+        self.names = list(map(tuple, map(_children, attributes)))
         self.dicts = list(chain.from_iterable(map(_tensors, attributes)))
         self.settings_of = [itemgetter(*(k for k, v in each.items() if _is_setting(k, v))) for each in attributes]
         self.settings = self._settings(attributes)
@@ -178,6 +223,7 @@ class _Kept:
                 and list(map(len, attributes)) == self.sizes
                 and not any(chain.from_iterable(map(_hooks, called)))
                 and _are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)
+                and list(map(tuple, map(_children, attributes))) == self.names
                 and _are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)
                 and self._settings(attributes) == self.settings
                 and _are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)
@@ -204,8 +250,8 @@ def _is_setting(name: str, value: Any) -> bool:
 
 
 def _is_object(name: str, value: Any) -> bool:
-    """Whether an attribute is compared by identity; lists and dicts are not compared."""
-    return name not in _INTERNAL and not _is_setting(name, value) and not isinstance(value, (dict, list, set))
+    """Whether an attribute is compared by identity."""
+    return name not in _INTERNAL and not _is_setting(name, value)
 
 
 def _reference(value: Any) -> Any:
@@ -216,7 +262,7 @@ def _reference(value: Any) -> Any:
         return value
 
 
-def _kinds(plan: StagePlan | StemPlan) -> tuple[list, list, list]:
+def _kinds(plan: StagePlan | StemPlan | BlockSizes) -> tuple[list, list, list]:
     """What a plan takes for granted about its tensors, which may be others in each forward."""
     tensors = [values[name] for values, name in plan.places]
     present = [tensor for tensor in tensors if tensor is not None]

@@ -6,7 +6,6 @@ Sizes are enough to know how much that is: they count the first stage's scratch 
 """
 
 import math
-import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
-from .parts import BlockParts, NoPartsError, consumer_parts, parts_of
+from .parts import NoPartsError, consumer_parts, parts_of
 
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
@@ -43,6 +42,11 @@ class BlockSizes(NamedTuple):
     def width(self) -> int:
         return max((width for _, width in self.layers), default=0)
 
+    @property
+    def places(self) -> tuple[()]:
+        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
+        return ()
+
 
 class ConsumerSizes(NamedTuple):
     """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
@@ -53,18 +57,19 @@ class ConsumerSizes(NamedTuple):
 
 StageSizes = tuple[BlockSizes, ConsumerSizes]
 
-_of_blocks: weakref.WeakKeyDictionary[nn.Module, BlockSizes] = weakref.WeakKeyDictionary()
-_of_consumers: weakref.WeakKeyDictionary[nn.Module, ConsumerSizes] = weakref.WeakKeyDictionary()
 
-
-def remember_sizes(block: nn.Module, parts: BlockParts) -> None:
-    """Remember the sizes of a block that has been read, though perhaps not checked: by its convolutions alone."""
+def block_sizes(block: nn.Module) -> BlockSizes | None:
+    """The sizes of a block, by its convolutions alone; None where its parts are not known."""
+    try:
+        parts = parts_of(block)
+    except NoPartsError:
+        return None
     convolutions = [conv for layer in parts.layers for conv in layer.convolutions]
     if not convolutions or not all(isinstance(conv, _ConvNd) for conv in convolutions):
-        raise NoPartsError("found a block without convolutions")
+        return None
     first, last = parts.layers[0], parts.layers[-1]
     inside = [layer for layer in parts.layers if layer.norm2 is not None]
-    _of_blocks[block] = BlockSizes(
+    return BlockSizes(
         channels=last.conv1.in_channels + last.last_conv.out_channels,
         weights=sum(conv.in_channels * conv.out_channels * math.prod(conv.kernel_size) for conv in convolutions),
         saved=sum(layer.conv1.out_channels for layer in inside if layer.keep_bottleneck),
@@ -75,28 +80,25 @@ def remember_sizes(block: nn.Module, parts: BlockParts) -> None:
     )
 
 
-def num_saved(blocks: Sequence[nn.Module], consumers: Sequence[nn.Module], x: Tensor) -> Sequence[int]:
+def consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
+    """The sizes of a consumer; None where its parts are not known."""
+    parts = consumer_parts(consumer)
+    if parts is None or not isinstance(parts.conv, (_ConvNd, type(None))):
+        return None
+    return ConsumerSizes(parts.pools, None if parts.conv is None else parts.conv.out_channels)
+
+
+def num_saved(
+    blocks: Sequence[BlockSizes | None], consumers: Sequence[ConsumerSizes | None], x: Tensor
+) -> Sequence[int]:
     """For each block how many of its layers, the last ones, save their bottlenecks.
 
     The blocks are all of a network, each with its consumer after it; x is the input of the first.
     """
-    try:
-        for block in blocks:
-            if block not in _of_blocks:
-                remember_sizes(block, parts_of(block))
-        for consumer in consumers:
-            if consumer not in _of_consumers:
-                parts = consumer_parts(consumer)
-                if parts is None:
-                    return [0] * len(blocks)
-                channels = None if parts.conv is None else parts.conv.out_channels
-                _of_consumers[consumer] = ConsumerSizes(parts.pools, channels)
-    except NoPartsError:
+    stages = tuple((block, consumer) for block, consumer in zip(blocks, consumers, strict=True) if block and consumer)
+    if len(stages) < len(blocks):
         return [0] * len(blocks)
-    sizes = tuple(
-        (_of_blocks[block], _of_consumers[consumer]) for block, consumer in zip(blocks, consumers, strict=True)
-    )
-    return _num_saved(sizes, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
+    return _num_saved(stages, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
 
 
 @lru_cache(maxsize=256)
