@@ -104,6 +104,11 @@ def _forward(module: nn.Module) -> None:
     module.forward = lambda x: type(module).forward(module, x) * 3
 
 
+def _forward_for_notes(layer: nn.Module) -> None:
+    del layer.notes
+    layer.forward = lambda *args: type(layer).forward(layer, *args) * 3
+
+
 class _Twice(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 2
@@ -197,17 +202,17 @@ CHANGES: dict[str, Change] = {
     "dropout": _set(LAYER, drop_rate=0.5),
     "dropout of another rate": _steps(_set(LAYER, drop_rate=0.5), _forward_once, _set(LAYER, drop_rate=0.2)),
     "a tensor as eps changes in place": _steps(
-        _set(f"{LAYER}.norm2", eps=torch.tensor(0.1)),
+        _of(f"{LAYER}.norm2", lambda norm: setattr(norm, "eps", torch.tensor(0.1))),
         _forward_once,
         _of(f"{LAYER}.norm2", lambda norm: setattr(norm, "eps", norm.eps.fill_(2.0))),
     ),
     "a list as padding changes in place": _steps(
-        _set("conv0", stride=[2, 2], padding=[3, 3]),
+        _of("conv0", lambda conv: vars(conv).update(stride=[2, 2], padding=[3, 3])),
         _forward_once,
         _of("conv0", lambda conv: conv.padding.__setitem__(0, 4)),
     ),
     "a new forward in the place of a list": _steps(
-        _set(LAYER, notes=[1]), _forward_once, _of(LAYER, lambda layer: (delattr(layer, "notes"), _forward(layer)))
+        _set(LAYER, notes=[1]), _forward_once, _of(LAYER, _forward_for_notes)
     ),
     "activations change places": _steps(_replace(f"{LAYER}.relu1", nn.SiLU), _forward_once, _of(LAYER, _swapped_relus)),
     "a wrapped convolution of a transition": _of(

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
-from ..engine import choose
+from ..engine import choose, read
 from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
@@ -71,6 +71,7 @@ def restore(model: nn.Module) -> nn.Module:
             restore_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
             module.engine = vars(module).pop("_original_engine")
+    read.forget(model)
     return model
 
 

@@ -161,6 +161,12 @@ def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[
     return plan
 
 
+def forget(model: nn.Module) -> None:
+    """Remove the kept plans of all modules of a model."""
+    for module in model.modules():
+        vars(module).pop(_Plans.ATTRIBUTE, None)
+
+
 def _must_be_read(root: nn.Module) -> bool:
     """Whether there is a module inside that depends on more than its attributes: on processes, compiled code, values
     that may change in place, or the eps of a class."""
