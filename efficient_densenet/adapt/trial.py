@@ -228,8 +228,9 @@ class Trial:
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same attributes, of any class: those of parametrized modules refuse `copy.copy`."""
-    copied = type(module).__new__(type(module))
+    """A module with the same attributes. Classes of parametrized modules refuse `copy.copy`, those of fully_shard a
+    `__new__` without arguments."""
+    copied = object.__new__(type(module))
     vars(copied).update(vars(module))
     return copied
 
