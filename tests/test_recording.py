@@ -23,9 +23,8 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 from efficient_densenet import kernels, make_efficient
 from efficient_densenet.engine.recording import program, programs, slab
 from efficient_densenet.engine.recording.program import Program
+from efficient_densenet.engine.stage.operator import StageOperator
 from efficient_densenet.kernels.numba_cpu.host import openmp
-
-KERNELS = ["Numba", "portable"]
 
 
 @pytest.fixture(autouse=True)
@@ -125,12 +124,11 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
         dtype=DTYPES,
         variant=VARIANTS,
         memory_format=["contiguous", "channels_last"],
-        kernel_set=KERNELS,
         autocast=[False, True],
     )
 )
-def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, kernel_set, autocast, monkeypatch):
-    use(kernel_set, monkeypatch)
+def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, autocast, monkeypatch):
+    use("Numba", monkeypatch)
     model = small_model(family, efficient="shared", **VARIANTS[variant]).to(DTYPES[dtype])
     sizes = [(3, 3, 40, 45), (2, 3, 48, 40)] if family == "imagenet" else [(3, 3, 9, 7), (2, 3, 8, 8)]
     if memory_format == "channels_last":
@@ -151,10 +149,9 @@ def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, k
     assert_replayed(model, *images, step=step)
 
 
-@pytest.mark.parametrize("kernel_set", KERNELS)
 @pytest.mark.parametrize("dims", [1, 3])
-def test_signals_and_volumes(dims, kernel_set, monkeypatch):
-    use(kernel_set, monkeypatch)
+def test_signals_and_volumes(dims, monkeypatch):
+    use("Numba", monkeypatch)
     model = small_model("imagenet", efficient="shared", dims=dims).float()
     assert_replayed(model, torch.randn(2, 3, *[40] * dims), torch.randn(3, 3, *[36] * dims))
 
@@ -189,11 +186,10 @@ def test_triton_kernels_of_each_family(family, dtype, variant, monkeypatch):
     assert_replayed(model, torch.randn(size, dtype=DTYPES[dtype]))
 
 
-@pytest.mark.parametrize("kernel_set", KERNELS)
 @pytest.mark.parametrize("small_run_bytes", [0, 1 << 30])
-def test_images_of_several_tiles(small_run_bytes, kernel_set, monkeypatch):
+def test_images_of_several_tiles(small_run_bytes, monkeypatch):
     """A run that frees what it does not need any more, and one with a slab."""
-    use(kernel_set, monkeypatch)
+    use("Numba", monkeypatch)
     monkeypatch.setitem(importlib.import_module("efficient_densenet.kernels.row_tiles").TILE_BYTES, "cpu", 3000)
     monkeypatch.setattr(program, "SMALL_RUN_BYTES", small_run_bytes)
     assert_replayed(small_model("imagenet", efficient="shared").float(), torch.randn(5, 3, 40, 36))
@@ -208,10 +204,9 @@ def test_converted_models(name):
     assert_replayed(model, image_batch(name), step=lambda model, x: results(model, x, loss_of))
 
 
-@pytest.mark.parametrize("kernel_set", KERNELS)
-def test_externals_are_read_where_they_lie_in_each_run(kernel_set, monkeypatch):
+def test_externals_are_read_where_they_lie_in_each_run(monkeypatch):
     """Parameters in new memory, images within other tensors, all parameters in one flat tensor."""
-    use(kernel_set, monkeypatch)
+    use("Numba", monkeypatch)
     model = small_model("bc", efficient="shared").float()
 
     def swapped(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -286,16 +281,15 @@ def test_each_part_of_the_key_matters():
     misaligned = torch.empty(weight.numel() + 1)[1:].view_as(weight)
     assert keys(lambda: setattr(weight, "data", misaligned.copy_(weight.data))) == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "numba_supports", lambda values: False)
+        patch.setattr(StageOperator, "kernels", lambda *_: "another set")
         assert keys(lambda: None) == 6
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "precision", lambda: "another")
         assert keys(lambda: None) == 6
 
 
-@pytest.mark.parametrize("kernel_set", KERNELS)
-def test_two_threads_replay_one_program(kernel_set, monkeypatch):
-    use(kernel_set, monkeypatch)
+def test_two_threads_replay_one_program(monkeypatch):
+    use("Numba", monkeypatch)
     models = [small_model("bc", efficient="shared").float() for _ in range(2)]
     images = [torch.randn(3, 3, 8, 8) for _ in models]
     for _, model, x in itertools.product(range(3), models, images):
@@ -502,3 +496,11 @@ def test_launches_get_the_arguments_of_a_direct_run(monkeypatch):
         assert (kernel, threads, len(record)) == (replayed_kernel, replayed_threads, len(replayed))
         fields = zip(*(struct.unpack(f"{len(each) // 8}q", each) for each in (record, replayed)), strict=True)
         assert all(a == b or min(a, b) > 1 << 20 for a, b in fields)
+
+
+def test_a_run_that_launches_no_kernels_is_not_recorded(monkeypatch):
+    use("portable", monkeypatch)
+    model = small_model("bc", efficient="shared").float()
+    for _ in range(3):
+        results(model, torch.randn(2, 3, 8, 8))
+    assert programs.entries() == []

@@ -21,7 +21,7 @@ from torch import Tensor
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
 from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
-from ..kernels import scratch
+from ..kernels import portable, scratch
 from ..kernels.interface import Kernels
 from .recording import programs
 
@@ -190,9 +190,10 @@ class Operator:
                 return self.compute(spec, inputs)
 
         with autocast_disabled(inputs.x):
-            if spec.sync_group is not None:
+            kernels = self.kernels(spec, inputs.x)
+            if _is_run_directly(spec, kernels):
                 return compute()
-            settings = self.name, spec, self.kernels(spec, inputs.x)
+            settings = self.name, spec, kernels
             return programs.run(compute, settings, _flat(inputs))
 
     def _run_backward(
@@ -210,9 +211,10 @@ class Operator:
                 return self._needed_gradients(spec, grad_outputs, shape, saved, needs_grad)
 
         with autocast_disabled(saved[0]):
-            if spec.sync_group is not None:
+            kernels = self.kernels(spec, saved[0])
+            if _is_run_directly(spec, kernels):
                 return compute()
-            settings = self.name, spec, self.kernels(spec, saved[0]), tuple(needs_grad), shape
+            settings = self.name, spec, kernels, tuple(needs_grad), shape
             return programs.run(compute, settings, [*grad_outputs, *_flat(saved)])
 
     def _needed_gradients(
@@ -230,6 +232,12 @@ class Operator:
             if needed and grad is not None
         ]
         return [grad_input, *needed] if needs_grad[0] and grad_input is not None else needed
+
+
+def _is_run_directly(spec: Any, kernels: Kernels) -> bool:
+    """Whether a run is neither recorded nor replayed: it communicates, or launches no kernels, so that a replay would
+    call the same operations of PyTorch and take longer."""
+    return spec.sync_group is not None or kernels is portable
 
 
 def run_operator(operator: Operator, spec: Any, inputs: Any) -> list[Tensor]:
