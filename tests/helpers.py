@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from efficient_densenet import DenseNet, create_model, kernels
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage.run import StagePlan
+from efficient_densenet.engine.stage.run import FORMATS_OF_X, StagePlan
 from efficient_densenet.kernels import row_tiles
 
 FAMILIES = {
@@ -157,7 +157,9 @@ def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], toler
 def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_features: bool = False) -> StagePlan:
     """The shared engine's plan of a block and what consumes its output."""
     parts = parts_of(block)
-    return StagePlan(parts, None if consumer is None else joined_consumer(parts, consumer), x, return_features)
+    return StagePlan(
+        parts, None if consumer is None else joined_consumer(parts, consumer), x, return_features, FORMATS_OF_X
+    )
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:

@@ -12,8 +12,8 @@ from efficient_densenet.kernels.comparison import OPERATIONS, Case, is_valid
 CONVOLUTIONS = [name for name in OPERATIONS if name.startswith(("conv", "pooled"))]
 CONV3X3 = [name for name in OPERATIONS if "conv3x3" in name]
 SIZES = [
-    *(((1, 1, 1), 1, 20), ((1, 1, 7), 2, 20), ((5, 2, 2), 5, 48), ((1, 9, 7), 36, 16), ((2, 5, 13), 9, 17)),
-    *(((2, 9), 9, 16), ((3, 2), 5, 1), ((2, 4, 3, 5), 9, 16), ((1, 7, 2, 3), 5, 48)),
+    *(((1, 1, 1), 1, 20), ((1, 1, 7), 2, 20), ((5, 4, 3), 5, 48), ((1, 9, 7), 36, 16), ((2, 5, 13), 9, 17)),
+    *(((2, 9), 9, 16), ((3, 2), 4, 1), ((2, 4, 3, 5), 9, 16), ((1, 7, 2, 3), 5, 48)),
 ]
 """Shape, channels and width of cases in one, two and three dimensions: of one pixel, of one row, with odd sides."""
 
@@ -44,16 +44,14 @@ def check(kernels, operation, case):
     largest = max(exact.norm() for exact in reference)
     expected, actual = (OPERATIONS[operation](each, case) for each in (portable, kernels))
     assert len(actual) == len(expected) == len(reference)
-    units = 64 if case.dtype is torch.float64 else 4  # in float64 the portable kernels' error is none
+    units = 64 if case.dtype is torch.float64 else 4  # in float64 the portable kernels have no error to compare with
     for i, (result, portable_result, exact) in enumerate(zip(actual, expected, reference, strict=True)):
         assert (result.dtype, result.shape) == (portable_result.dtype, portable_result.shape)
         slack = units * torch.finfo(result.dtype).eps * (exact.norm() + len(case.values) ** 0.5)
         slack += few_channels * 8 * torch.finfo(result.dtype).eps * largest
         if i == 0 and operation in ("conv3x3_backward", "pooled_conv1x1_backward"):
             slack += 2 * torch.finfo(case.dtype).eps * exact.norm()  # grad_weight is rounded by the BLAS library
-        if i > 0 and operation.endswith("with_statistics"):  # of rounded elements, whose errors mostly cancel out
-            slack += torch.finfo(case.dtype).eps * exact.norm() / len(case.values) ** 0.5
-        if exact.numel() <= 16:  # too few to compare roundings of operands, which may cancel out in one of the two
+        if exact.numel() <= 4:  # too few to compare roundings of operands, which may cancel out in one of the two
             slack += torch.finfo(case.dtype).eps / 2 * exact.norm()
         assert (result - exact).norm() <= 2 * (portable_result - exact).norm() + slack, i
 

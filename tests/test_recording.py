@@ -37,7 +37,9 @@ def _uninitialized_memory_is_nan():
 
 def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kernel_set == "Triton":
-        pytest.importorskip("triton")
+        pytest.importorskip(
+            "triton", minversion="3.6", reason="recording refuses what Triton 3.5 interprets: it runs directly"
+        )
         monkeypatch.setattr(kernels, "triton_supports", lambda values: values.dtype != torch.double)
     elif kernel_set == "portable":
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
@@ -77,7 +79,7 @@ def assert_replayed(model: nn.Module, *sizes: Tensor, step: Callable[[nn.Module,
         with recording("off"):
             expected = step(direct, x)
         assert_equal(actual, expected)
-        assert bool(replays) == (run > 1)
+        assert bool(replays) == (run > 1), programs.entries()
     assert_programs()
 
 

@@ -2066,20 +2066,20 @@ DEFECTS = [
     ),
     Defect(
         "recording: the key lacks the needed gradients",
-        "settings = self.name, spec, kernels, tuple(needs_grad), shape",
-        "settings = self.name, spec, kernels, shape",
+        "(*needs_grad, shape), tensors",
+        "(shape,), tensors",
         "recording",
     ),
     Defect(
         "recording: the key lacks the kernels",
-        "settings = self.name, spec, kernels\n",
-        "settings = self.name, spec\n",
+        "(self.name, spec, kernels, *settings)",
+        "(self.name, spec, *settings)",
         "recording",
     ),
     Defect(
         "recording: the key lacks the specification",
-        "settings = self.name, spec, kernels\n",
-        "settings = self.name, kernels\n",
+        "(self.name, spec, kernels, *settings)",
+        "(self.name, kernels, *settings)",
         "recording",
     ),
     Defect(

@@ -29,7 +29,7 @@ from .layerwise import RunFirstHalf
 from .parts import is_engine_block
 from .read import USUAL, StageRequest, read_sizes, read_stage, read_stem
 from .sharded import can_run_inside
-from .stage.run import StagePlan
+from .stage.run import FORMATS_OF_X, StagePlan
 
 
 class Engine(str, Enum):
@@ -188,7 +188,7 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the output of `block`."""
-    stage = join(block, consumer, x, StageRequest(return_features=True))
+    stage = join(block, consumer, x, StageRequest(FORMATS_OF_X, return_features=True))
     if stage is not None:
         output, features = stage.run(x)
         return output, features

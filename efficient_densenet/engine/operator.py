@@ -185,16 +185,7 @@ class Operator:
         return [next(grads) if needed else None for needed in needs_grad]
 
     def _run_forward(self, spec: Any, inputs: Any) -> list[Tensor]:
-        def compute() -> list[Tensor]:
-            with scratch.reused():
-                return self.compute(spec, inputs)
-
-        with autocast_disabled(inputs.x):
-            kernels = self.kernels(spec, inputs.x)
-            if _is_run_directly(spec, kernels):
-                return compute()
-            settings = self.name, spec, kernels
-            return programs.run(compute, settings, _flat(inputs))
+        return self._run(spec, inputs.x, (), _flat(inputs), lambda: self.compute(spec, inputs))
 
     def _run_backward(
         self,
@@ -205,17 +196,33 @@ class Operator:
         needs_grad: Sequence[bool],
     ) -> list[Tensor]:
         """The gradients that are needed, contiguous and in the dtype of the parameters."""
+        arguments = spec, grad_outputs, shape, saved, needs_grad
+        tensors = [*grad_outputs, *_flat(saved)]
+        return self._run(spec, saved[0], (*needs_grad, shape), tensors, lambda: self._needed_gradients(*arguments))
 
-        def compute() -> list[Tensor]:
+    def _run(
+        self,
+        spec: Any,
+        values: Tensor,
+        settings: tuple,
+        tensors: Sequence[Tensor | None],
+        compute: Callable[[], list[Tensor]],
+    ) -> list[Tensor]:
+        """What `compute` returns, which depends on the specification, the settings and the tensors; replayed where it
+        has been recorded.
+
+        A stage that communicates is never recorded, nor are PyTorch's own operations, which a replay would call too.
+        """
+
+        def direct() -> list[Tensor]:
             with scratch.reused():
-                return self._needed_gradients(spec, grad_outputs, shape, saved, needs_grad)
-
-        with autocast_disabled(saved[0]):
-            kernels = self.kernels(spec, saved[0])
-            if _is_run_directly(spec, kernels):
                 return compute()
-            settings = self.name, spec, kernels, tuple(needs_grad), shape
-            return programs.run(compute, settings, [*grad_outputs, *_flat(saved)])
+
+        with autocast_disabled(values):
+            kernels = self.kernels(spec, values)
+            if spec.sync_group is not None or kernels is portable:
+                return direct()
+            return programs.run(direct, (self.name, spec, kernels, *settings), tensors)
 
     def _needed_gradients(
         self,
@@ -232,12 +239,6 @@ class Operator:
             if needed and grad is not None
         ]
         return [grad_input, *needed] if needs_grad[0] and grad_input is not None else needed
-
-
-def _is_run_directly(spec: Any, kernels: Kernels) -> bool:
-    """Whether a run is neither recorded nor replayed: it communicates, or launches no kernels, so that a replay would
-    call the same operations of PyTorch and take longer."""
-    return spec.sync_group is not None or kernels is portable
 
 
 def run_operator(operator: Operator, spec: Any, inputs: Any) -> list[Tensor]:

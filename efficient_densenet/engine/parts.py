@@ -269,7 +269,10 @@ class Place(NamedTuple):
 def place_of(module: Any, name: str) -> Place:
     """The place of `module.<name>`, a parameter or a buffer; in a replica of nn.DataParallel, a plain attribute."""
     dicts = module._parameters, module._buffers, module.__dict__
-    return Place(next((values for values in dicts if name in values), module._parameters), name)
+    for values in dicts:  # compilers of PyTorch 2.6 to 2.10 cannot trace `next` with a default
+        if name in values:
+            return Place(values, name)
+    return Place(module._parameters, name)
 
 
 def halves(pool: Any) -> bool:

@@ -8,6 +8,7 @@ each tensor. Any change reads and checks again. Modules with values that may cha
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
@@ -66,12 +67,12 @@ class StageRequest(NamedTuple):
             layer saves any, since there is no backward.
     """
 
-    formats: StageFormats = FORMATS_OF_X
+    formats: StageFormats
     return_features: bool = False
     num_saved: int | None = 0
 
 
-USUAL = StageRequest()
+USUAL = StageRequest(FORMATS_OF_X)
 
 
 def read_stage(
@@ -82,12 +83,7 @@ def read_stage(
     reason = why_not_global_changes()
     if reason is not None:
         return reason
-    if request.formats.plain is None:
-        request = request._replace(formats=request.formats._replace(plain=memory_format_of(x)))
-
-    def read() -> StagePlan | str:
-        return _read(block, consumer, x, request)
-
+    read = partial(_read, block, consumer, x, request)
     if block is not None and block._forward_pre_hooks:  # of fully_shard, which may gather and cast parameters
         return read()
     roots = [module for module in (block, consumer) if module is not None]
@@ -145,7 +141,7 @@ def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[
         return read()
     first, *others = roots
     states = [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")]
-    precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x)
+    precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x), memory_format_of(x)
     has_one_pixel = x.shape[0] * x.shape[2:].numel() == 1  # with which no norm can train
     key = (*map(weakref.ref, others), *request, *states, *precision, x.dim(), x.shape[1], has_one_pixel)
     plans = _Plans.of(first)

@@ -68,8 +68,7 @@ class Run:
 
     def remember(self, number: int, tensor: Tensor) -> None:
         self.values[number] = tensor
-        if self.addresses is not None:
-            self.addresses[number] = tensor.data_ptr()
+        self.addresses[number] = tensor.data_ptr()
 
 
 class Program:
@@ -81,7 +80,6 @@ class Program:
         self._steps, self._outputs = builder.steps, builder.outputs
         self._early, self._slab_bytes, self._slab = builder.early, builder.slab_bytes, builder.slab
         self._num_memories, self._values = builder.num_memories, builder.values
-        self._needs_addresses = any(isinstance(each, Launch) for each in recorder.events)
 
     def fits(self, externals: Sequence[Any]) -> bool:
         """Whether those externals that overlap lie as those of the recorded run."""
@@ -96,11 +94,8 @@ class Program:
             memory = torch.empty(self._slab_bytes, dtype=torch.uint8, device=self._device)
             for dtype, number in self._slab.items():
                 values[number] = memory.view(dtype)
-        addresses = None
-        if self._needs_addresses:
-            tensors = values[: self._num_memories]
-            addresses = array("q", [0 if each is None else each.data_ptr() for each in tensors])
-        run = Run(values, addresses)
+        tensors = values[: self._num_memories]
+        run = Run(values, array("q", [0 if each is None else each.data_ptr() for each in tensors]))
         for step in self._steps:
             step(run)
         return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]

@@ -49,8 +49,8 @@ class StagePlan:
         block: BlockParts,
         consumer: ConsumerParts | None,
         x: Tensor,
-        return_features: bool = False,
-        formats: StageFormats = FORMATS_OF_X,
+        return_features: bool,
+        formats: StageFormats,
     ) -> None:
         self.spec = _read_spec(block, consumer, x, return_features, formats)
         self.sharded, self.after = block.sharded, None if consumer is None else consumer.after

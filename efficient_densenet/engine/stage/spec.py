@@ -119,7 +119,7 @@ class StageSpec:
 
     def __post_init__(self) -> None:
         self._encoded: str | None = None
-        self._hash = hash(tuple(getattr(self, name) for name in _FIELDS))
+        self._hash: int | None = None
         self.torch_dtype: torch.dtype = getattr(torch, self.dtype)
         self.order = ChannelOrder(self.channels_read(len(self.layers)), self.newest_first)
         first = self.in_channels if self.new_features_only else 0
@@ -155,7 +155,9 @@ class StageSpec:
                 self.column_widths.append(columns.stop - columns.start)
 
     def __hash__(self) -> int:
-        """Computed once: a specification is a part of the key of each forward and backward."""
+        """Computed once, not while compilers trace: a specification is a part of the key of each eager run."""
+        if self._hash is None:
+            self._hash = hash(tuple(getattr(self, name) for name in _FIELDS))
         return self._hash
 
     def _activations(self) -> Iterator[ActivationSpec]:
