@@ -416,22 +416,3 @@ def test_fake_and_meta_tensors(run, kind):
         assert isinstance(x.grad, FakeTensor) == (kind == "fake")
         assert x.grad.shape == x.shape
         assert all(p.grad.shape == p.shape for p in net.parameters())
-
-
-def test_meta_tensors_are_recomputed_under_the_autocast_of_a_device_that_is_not_there():
-    seen, x = [], torch.empty(5, 4, device="meta", requires_grad=True)
-
-    def function(x):
-        seen.append((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
-        return x.sin().exp()
-
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    try:
-        output = checkpoint(function, x)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", torch.float16)
-    output.sum().backward()
-    assert seen == [(True, torch.bfloat16)] * 2
-    assert not torch.is_autocast_enabled("cuda")

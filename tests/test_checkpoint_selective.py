@@ -84,25 +84,6 @@ def test_selective_checkpointing_inside_and_around_checkpoints(chosen_by):
     assert_same_gradients(ours, plain)
 
 
-@pytest.mark.parametrize("operation", [aten.rand_like.default, aten.native_dropout.default])
-def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation):
-    generator = torch.Generator()
-
-    def function(x):
-        y = torch.nn.functional.dropout(x, 0.5) * torch.rand_like(x)
-        mask = torch.empty_like(x).bernoulli_(0.5) + torch.rand(50, generator=generator, dtype=x.dtype)
-        return (torch.nn.functional.dropout(y.sin(), 0.5) * torch.rand_like(x) * mask).exp()
-
-    def seeded(call, x):
-        generator.manual_seed(3)
-        return call(function, x)
-
-    x = tensor(50).requires_grad_()
-    run = functools.partial(checkpoint, context_fn=saving(operation), generators=[generator])
-    actual, expected = (outcome(functools.partial(seeded, call), [x]) for call in (run, lambda f, x: f(x)))
-    assert_same_outcome(actual, expected)
-
-
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 @pytest.mark.skipif(not CHECKPOINTS_UPDATE_ONCE, reason="compiled calls are not checkpointed by this compiler")
 def test_selective_checkpointing_compiled():

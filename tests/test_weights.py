@@ -266,13 +266,11 @@ def test_three_channels_are_not_adapted():
     _refuses(message, model, source.state_dict(), adapt_input="mean")
 
 
-@pytest.mark.parametrize(
-    ("kind", "change"), [("sparse", torch.Tensor.to_sparse), ("without data", lambda tensor: tensor.to("meta"))]
-)
-def test_a_tensor_of_another_kind_leaves_the_model_unchanged(kind, change):
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda tensor: tensor.to("meta")])
+def test_a_tensor_of_another_kind_leaves_the_model_unchanged(change):
     state = _trained("bc").state_dict()
     state["classifier.weight"] = change(state["classifier.weight"])
-    _refuses(rf"not dense real tensors with data: classifier.weight \({kind}\)", small_model("bc"), state)
+    _refuses(r"not dense real tensors with data: classifier.weight\.", small_model("bc"), state)
 
 
 def test_a_name_to_skip_that_is_no_beginning_of_one_is_an_error():

@@ -490,25 +490,12 @@ DEFECTS = [
         "batchnorm",
     ),
     Defect("exactly once: engine official updates twice", "    update_once(layer.norm1)\n", "", "batchnorm engines"),
-    Defect("exactly once: norms without channels are converted", "    if lazy:\n", "    if False:\n", "batchnorm"),
     Defect("exactly once: it cannot be undone", "            undo_update_once(inner)", "            pass", "batchnorm"),
-    Defect(
-        "synchronized norms: the variance between processes is lost",
-        "(counts * (variances + (means - mean).square()))",
-        "(counts * variances)",
-        "processes distributed",
-    ),
     Defect(
         "synchronized norms: a process without images spoils the mean",
         "if count == 0:  # an empty",
         "if False:  # an empty",
         "processes",
-    ),
-    Defect(
-        "synchronized norms: a running variance is biased",
-        "running_var.lerp_((var * (count / (count - 1))).to",
-        "running_var.lerp_(var.to",
-        "processes dims",
     ),
     Defect(
         "synchronized norms: their backward lacks the product term",
@@ -1069,8 +1056,8 @@ DEFECTS = [
     # Checkpointing, several processes
     Defect(
         "checkpoint: other random numbers in the recomputation",
-        "generators, autocast, device = self.generators.restored(),",
-        "generators, autocast, device = nullcontext(),",
+        "modules_restored(self.states), self.generators.restored(),",
+        "modules_restored(self.states),",
         "checkpoint_state",
     ),
     Defect(
@@ -1180,18 +1167,6 @@ DEFECTS = [
         "return save_on_cpu(pin_memory=torch.cuda.is_available())",
         "return nullcontext()",
         "checkpoint",
-    ),
-    Defect(
-        "checkpoint: autocast on meta tensors not restored",
-        "if any(tensor.is_meta for tensor in tensors) else {}",
-        "if False else {}",
-        "checkpoint",
-    ),
-    Defect(
-        "checkpoint: random operations after a saved one draw other numbers",
-        "lambda: next(states).set()",
-        "lambda: next(states)",
-        "checkpoint_selective",
     ),
     Defect(
         "checkpoint: more inputs than tensors are accepted",
@@ -1998,8 +1973,8 @@ DEFECTS = [
     ),
     Defect(
         "compilers: operators are looked into outside of graphs",
-        "private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))",
-        "pass",
+        '(disabled() if "torch._dynamo" in sys.modules else function)(',
+        "function(",
         "torch_private",
     ),
     Defect(
