@@ -1882,7 +1882,7 @@ DEFECTS = [
         "checkpoint: unwrapping leaves converted norms",
         "undo_update_once(submodule)",
         "pass",
-        "checkpoint_wrapper",
+        "checkpoint",
     ),
     Defect(
         "checkpoint: a backward inside disable_checkpointing saves everything",
@@ -1918,7 +1918,7 @@ DEFECTS = [
         "classes with mixins cannot be pickled",
         '"__reduce_ex__": _reduce,',
         "",
-        "checkpoint_wrapper",
+        "checkpoint",
     ),
     Defect(
         "messages: another extra than the one that is needed",

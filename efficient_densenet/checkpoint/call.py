@@ -162,7 +162,8 @@ def is_on_device(leaf: Any) -> bool:
 
 
 def _is_lazy(module: Any) -> bool:
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+    lazy: Any = LazyModuleMixin
+    return isinstance(module, lazy) and module.has_uninitialized_params()
 
 
 def _torch_options(options: Options) -> dict[str, Any]:
