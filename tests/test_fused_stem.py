@@ -20,9 +20,6 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import forward
-from efficient_densenet.kernels import portable
-from efficient_densenet.kernels.activations import RELU_SPEC
-from efficient_densenet.kernels.interface import INV_STD, MEAN, BatchNormAffine, StatisticsOutput
 from efficient_densenet.kernels.max_pooling import MaxPool
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -114,24 +111,17 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("refused", REFUSED)
-def test_other_stems_take_portable_s_operations(refused):
-    pool, shape = REFUSED[refused]
+def test_stems_that_the_kernels_refuse():
     assert triton_stem.supports(torch.Size([2, 64, 4, 4]), POOL)
-    assert not triton_stem.supports(torch.Size(shape), pool)
-    if refused not in ("a dilated pooling", "a large window", "volumes"):
-        return
-    z, statistics = torch.randn(shape, device=DEVICE), torch.zeros(3, shape[1], device=DEVICE)
-    results = []
-    for kernel_set in (triton_operations, portable):
-        values, matrix = z.clone(), statistics.clone()
-        kernel_set.image_statistics(values, StatisticsOutput(matrix, 1e-5))
-        weight, bias = torch.ones_like(matrix[0]), torch.zeros_like(matrix[0])
-        norm = BatchNormAffine(weight, bias, matrix[INV_STD], matrix[MEAN])
-        output = kernel_set.norm_activation_max_pool(values, norm, RELU_SPEC, pool, torch.float32)
-        arguments = torch.ones_like(output), values, norm, RELU_SPEC, pool
-        indices, grads = kernel_set.norm_activation_max_pool_reduce(*arguments)
-        count = values[:, 0].numel()
-        kernel_set.norm_activation_max_pool_backward(arguments[0], indices, values, norm, RELU_SPEC, pool, grads, count)
-        results.append([output, *grads[:2], values])
-    assert_all_close(*results, 1e-5)
+    for what, (pool, shape) in REFUSED.items():
+        assert not triton_stem.supports(torch.Size(shape), pool), what
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1, (1, 2)), nn.MaxPool2d((6, 5), 2, 1), nn.MaxPool3d(3, 2, 1)])
+def test_other_stems_take_portable_s_operations(pool, monkeypatch):
+    monkeypatch.setattr(forward, "kernels_for", lambda x, **options: triton_operations)
+    dims = 3 if isinstance(pool, nn.MaxPool3d) else 2
+    plain = small_model("imagenet", efficient=False, block_config=(1,), dims=dims).float().to(DEVICE)
+    plain.features.pool0 = pool
+    x = torch.randn(2, 3, *[15] * dims, device=DEVICE)
+    assert_all_close(_step(with_engine(plain, "shared"), x), _step(plain, x), 1e-5)
