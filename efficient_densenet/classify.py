@@ -84,14 +84,12 @@ def load_classifier(source: str) -> Classifier:
         model = create_model(name, weights=weights)
         return Classifier(model.eval(), weights_transforms(name, weights), weights_classes(name, weights))
     weights = Path(source, "model.pt") if Path(source).is_dir() else Path(source)
-    config = weights.with_name("config.json")
-    if not (weights.is_file() and config.is_file()):
-        missing = config if weights.is_file() else weights
+    if not weights.is_file():
         raise ValueError(
-            f"{missing} does not exist: give a folder with model.pt and config.json, as training by the demos writes "
+            f"{weights} does not exist: give a folder with model.pt and config.json, as training by the demos writes "
             f"it, or the name of weights: {', '.join((*PUBLISHED, *TRAINED))}"
         )
-    trained = ModelConfig.parse(config, config.read_bytes())
-    model = trained.build()
+    config = ModelConfig.beside(weights)
+    model = config.build()
     load_weights(model, weights)
-    return Classifier(model.eval(), trained.transforms(), trained.classes)
+    return Classifier(model.eval(), config.transforms(), config.classes)
