@@ -81,7 +81,7 @@ def test_the_typed_arguments_are_those_of_the_class(cls, typed):
 @pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
 def test_help_shows_a_variant_s_defaults_and_an_example_that_can_be_called(name):
     signature = inspect.signature(getattr(efficient_densenet, name))
-    (example,) = re.findall("`(.*)`", getattr(efficient_densenet, name).__doc__)
+    (example,) = re.findall(r">>> model = (.*)", getattr(efficient_densenet, name).__doc__)
     bound = eval(example, {name: signature.bind})
     bound.apply_defaults()
     with torch.device("meta"):

@@ -4,10 +4,9 @@ import difflib
 import fnmatch
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
-from torch import nn
 
 from ..weights.load import load_weights
 from ..weights.named import find_weights
@@ -70,7 +69,6 @@ DenseNetName = Literal[
     "densenet264_48",
 ]
 FCDenseNetName = Literal["fc_densenet56", "fc_densenet67", "fc_densenet103"]
-Builder = TypeVar("Builder", bound=Callable[..., nn.Module])
 
 
 def list_models(pattern: str = "*") -> list[str]:
@@ -147,127 +145,61 @@ def _unused(model: DenseNet | FCDenseNet, name: str, overrides: dict[str, Any], 
     return sorted(keys - model.state_dict().keys())
 
 
-def _with_signature(builder: Builder) -> Builder:
-    """Let `help` show the arguments of a variant, with its defaults."""
-    cls, variant = _variant(builder.__name__)
+class DenseNetBuilder(Protocol):
+    def __call__(self, **arguments: "Unpack[DenseNetArguments]") -> DenseNet:
+        """Build the variant of this name, as in `densenet121(weights="DEFAULT", num_classes=14)`."""
+        ...
+
+
+class FCDenseNetBuilder(Protocol):
+    def __call__(self, **arguments: "Unpack[ModelArguments]") -> FCDenseNet:
+        """Build the variant of this name, as in `fc_densenet103(num_classes=3, in_channels=1)`."""
+        ...
+
+
+@overload
+def _builder(name: DenseNetName) -> DenseNetBuilder: ...
+@overload
+def _builder(name: FCDenseNetName) -> FCDenseNetBuilder: ...
+def _builder(name: str) -> Callable[..., Any]:
+    """The function that builds a variant. Its signature has the variant's defaults."""
+    cls, variant = _variant(name)
+
+    def build(**arguments: Any) -> Any:
+        return create_model(name, **arguments)
+
     named = [
-        each.replace(kind=each.KEYWORD_ONLY, default=variant.get(name, each.default))
-        for name, each in inspect.signature(cls).parameters.items()
+        each.replace(kind=each.KEYWORD_ONLY, default=variant.get(key, each.default))
+        for key, each in inspect.signature(cls).parameters.items()
     ]
-    named += [inspect.Parameter(name, named[0].kind, default=None) for name in ("weights", "adapt_input")]
-    vars(builder)["__signature__"] = inspect.Signature(named, return_annotation=cls)
-    return builder
+    named += [inspect.Parameter(key, named[0].kind, default=None) for key in ("weights", "adapt_input")]
+    vars(build)["__signature__"] = inspect.Signature(named, return_annotation=cls)
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"""Build a `{cls.__name__}`, which describes the arguments, as `create_model` does `weights` and
+    `adapt_input`.
+
+    Example:
+        >>> model = {name}(num_classes=3, in_channels=1)
+    """
+    return build
 
 
-@_with_signature
-def densenet_40_12(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-40 (k = 12), without bottlenecks, for images of 32 × 32: `densenet_40_12(num_classes=100)`."""
-    return create_model("densenet_40_12", **arguments)
-
-
-@_with_signature
-def densenet_100_12(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-100 (k = 12), without bottlenecks, for images of 32 × 32: `densenet_100_12(num_classes=100)`."""
-    return create_model("densenet_100_12", **arguments)
-
-
-@_with_signature
-def densenet_100_24(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-100 (k = 24), without bottlenecks, for images of 32 × 32: `densenet_100_24(num_classes=100)`."""
-    return create_model("densenet_100_24", **arguments)
-
-
-@_with_signature
-def densenet_bc_100_12(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-100 (k = 12), for images of 32 × 32: `densenet_bc_100_12(weights="cifar10")`."""
-    return create_model("densenet_bc_100_12", **arguments)
-
-
-@_with_signature
-def densenet_bc_250_24(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-250 (k = 24), for images of 32 × 32: `densenet_bc_250_24(num_classes=100)`."""
-    return create_model("densenet_bc_250_24", **arguments)
-
-
-@_with_signature
-def densenet_bc_190_40(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-190 (k = 40), for images of 32 × 32: `densenet_bc_190_40(num_classes=100)`."""
-    return create_model("densenet_bc_190_40", **arguments)
-
-
-@_with_signature
-def densenet_bc_40_36(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-40 (k = 36), for images of 32 × 32: `densenet_bc_40_36(num_classes=100)`."""
-    return create_model("densenet_bc_40_36", **arguments)
-
-
-@_with_signature
-def densenet_bc_40_48(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-40 (k = 48), for images of 32 × 32: `densenet_bc_40_48(num_classes=100)`."""
-    return create_model("densenet_bc_40_48", **arguments)
-
-
-@_with_signature
-def densenet_bc_40_60(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-BC-40 (k = 60), for images of 32 × 32: `densenet_bc_40_60(num_classes=100)`."""
-    return create_model("densenet_bc_40_60", **arguments)
-
-
-@_with_signature
-def densenet121(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-121 (k = 32), for images of about 224 × 224: `densenet121(weights="DEFAULT", num_classes=14)`."""
-    return create_model("densenet121", **arguments)
-
-
-@_with_signature
-def densenet169(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-169 (k = 32), for images of about 224 × 224: `densenet169(num_classes=3, in_channels=1)`."""
-    return create_model("densenet169", **arguments)
-
-
-@_with_signature
-def densenet201(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-201 (k = 32), for images of about 224 × 224: `densenet201(num_classes=3, in_channels=1)`."""
-    return create_model("densenet201", **arguments)
-
-
-@_with_signature
-def densenet161(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-161 (k = 48), for images of about 224 × 224: `densenet161(num_classes=3, in_channels=1)`."""
-    return create_model("densenet161", **arguments)
-
-
-@_with_signature
-def densenet264(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-264 (k = 32), for images of about 224 × 224: `densenet264(num_classes=3, in_channels=1)`."""
-    return create_model("densenet264", **arguments)
-
-
-@_with_signature
-def densenet232_48(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-232 (k = 48), for images of about 224 × 224: `densenet232_48(num_classes=3, in_channels=1)`."""
-    return create_model("densenet232_48", **arguments)
-
-
-@_with_signature
-def densenet264_48(**arguments: "Unpack[DenseNetArguments]") -> DenseNet:
-    """DenseNet-264 (k = 48), for images of about 224 × 224: `densenet264_48(num_classes=3, in_channels=1)`."""
-    return create_model("densenet264_48", **arguments)
-
-
-@_with_signature
-def fc_densenet56(**arguments: "Unpack[ModelArguments]") -> FCDenseNet:
-    """FC-DenseNet56 (Tiramisu), which labels every pixel: `fc_densenet56(num_classes=3, in_channels=1)`."""
-    return create_model("fc_densenet56", **arguments)
-
-
-@_with_signature
-def fc_densenet67(**arguments: "Unpack[ModelArguments]") -> FCDenseNet:
-    """FC-DenseNet67 (Tiramisu), which labels every pixel: `fc_densenet67(num_classes=3, in_channels=1)`."""
-    return create_model("fc_densenet67", **arguments)
-
-
-@_with_signature
-def fc_densenet103(**arguments: "Unpack[ModelArguments]") -> FCDenseNet:
-    """FC-DenseNet103 (Tiramisu), which labels every pixel: `fc_densenet103(num_classes=3, in_channels=1)`."""
-    return create_model("fc_densenet103", **arguments)
+densenet_40_12 = _builder("densenet_40_12")
+densenet_100_12 = _builder("densenet_100_12")
+densenet_100_24 = _builder("densenet_100_24")
+densenet_bc_100_12 = _builder("densenet_bc_100_12")
+densenet_bc_250_24 = _builder("densenet_bc_250_24")
+densenet_bc_190_40 = _builder("densenet_bc_190_40")
+densenet_bc_40_36 = _builder("densenet_bc_40_36")
+densenet_bc_40_48 = _builder("densenet_bc_40_48")
+densenet_bc_40_60 = _builder("densenet_bc_40_60")
+densenet121 = _builder("densenet121")
+densenet169 = _builder("densenet169")
+densenet201 = _builder("densenet201")
+densenet161 = _builder("densenet161")
+densenet264 = _builder("densenet264")
+densenet232_48 = _builder("densenet232_48")
+densenet264_48 = _builder("densenet264_48")
+fc_densenet56 = _builder("fc_densenet56")
+fc_densenet67 = _builder("fc_densenet67")
+fc_densenet103 = _builder("fc_densenet103")
