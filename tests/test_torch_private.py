@@ -5,7 +5,6 @@ import ast
 import importlib
 import operator
 import re
-import threading
 import warnings
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from helpers import assert_all_close, random_images, results_of, small_model, wi
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import efficient_densenet
 from efficient_densenet import _torch_private, doctor
@@ -30,7 +28,6 @@ from efficient_densenet._compilers import (
 from efficient_densenet._torch_private import (
     convolutions_in_tf32,
     has_dispatch_mode,
-    in_backward,
     memory_key,
     onednn_supports,
     process_group_named,
@@ -125,22 +122,6 @@ def test_a_lost_name_is_warned_of_once(without):
     with pytest.warns(UserWarning, match=r"without torch\._C\._current_graph_task_id, which updating running stat"):
         model(random_images("bc"))
     model(random_images("bc"))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_in_backward_is_true_in_a_recomputation_and_in_its_thread_alone(use_reentrant):
-    seen = []
-
-    def function(x):
-        thread = threading.Thread(target=lambda: seen.append(in_backward()))
-        thread.start()
-        thread.join()
-        seen.append(in_backward())
-        return x.sin()
-
-    torch_checkpoint(function, torch.ones(2, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
-    assert seen == [False, False, False, True]
-    assert not in_backward()
 
 
 def test_memory_key():
