@@ -1228,7 +1228,7 @@ DEFECTS = [
         "conversion: a layer's new channels are taken from the wrong end",
         "output[:, :new] if self.newest_first else output[:, -new:]",
         "output[:, -new:]",
-        "adapt_families",
+        "adapt_whole",
     ),
     # Conversion: what a layer calls
     Defect(
@@ -1304,18 +1304,6 @@ DEFECTS = [
         "adapt_calls",
     ),
     Defect(
-        "conversion: running statistics of an author's norm are watched",
-        "and name_of_buffer(module, name) not in statistics",
-        "",
-        "adapt_calls",
-    ),
-    Defect(
-        "conversion: statistics that decide something are not watched",
-        "return frozenset[str]().union(*normalized).difference(*read)",
-        "return frozenset[str]().union(*normalized)",
-        "adapt_calls",
-    ),
-    Defect(
         "conversion: a buffer that a forward replaces goes unnoticed",
         "if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):",
         "if False:",
@@ -1323,8 +1311,8 @@ DEFECTS = [
     ),
     Defect(
         "conversion: a hook on all modules does not see the layers",
-        "if pattern is None or has_global_module_hooks():",
-        "if pattern is None:",
+        "if pattern in (None, WHOLE) or has_global_module_hooks():",
+        "if pattern in (None, WHOLE):",
         "adapt_calls",
     ),
     Defect(
@@ -1346,15 +1334,9 @@ DEFECTS = [
         "adapt_calls",
     ),
     Defect(
-        "conversion: attributes of global modules are not watched",
-        "inside = {name: each for name, each in inside.items() if name not in OF_EVERY_MODULE} | value._modules",
-        "inside = value._modules",
-        "adapt_calls",
-    ),
-    Defect(
         "conversion: numbers in objects of unknown contents are believed",
-        "is_watched = is_python_s and bool(slots or cls.__dictoffset__ or cls is object)",
-        "is_watched = True",
+        "    return _identity(value, kind=Unwatched)\n\n\ndef _frozen_collection",
+        "    return _identity(value)\n\n\ndef _frozen_collection",
         "adapt_states",
     ),
     Defect(
@@ -1382,12 +1364,6 @@ DEFECTS = [
         "adapt_states",
     ),
     Defect(
-        "conversion: slots of objects are not watched",
-        "            inside[slot.__name__] = slot.__get__(value)",
-        "            pass",
-        "adapt_states",
-    ),
-    Defect(
         "conversion: methods that are called without their names are not watched",
         'return name.startswith("__") and isinstance(attribute, FunctionType)',
         "return False",
@@ -1400,22 +1376,10 @@ DEFECTS = [
         "adapt_states",
     ),
     Defect(
-        "conversion: unwatched numbers of a norm are believed",
-        "unwatched = why_not_watched([norm])",
-        "unwatched = None",
-        "adapt_states",
-    ),
-    Defect(
         "conversion: unwatched numbers of a transition are believed",
         "if why_not_watched([*module.modules()]) is not None:",
         "if False:",
         "adapt_states",
-    ),
-    Defect(
-        "conversion: modules that are found in a list are taken for those of a name",
-        "if any(pattern.calls for pattern in by_parts) and not by_names(runs[0]):",
-        "if False:",
-        "adapt_calls",
     ),
     # Conversion: layers that do something odd
     Defect(
@@ -1450,28 +1414,16 @@ DEFECTS = [
     ),
     # Conversion: what is converted, and its report
     Defect(
-        "conversion: blocks without norms are left alone",
-        "reason is None or _convert_whole(module, engine)",
-        "reason is None",
-        "blocks_without_norms",
+        "conversion: blocks that are no growing concatenation are left alone",
+        "if _convert_whole(module, engine, reason):",
+        "if False:",
+        "adapt_whole",
     ),
     Defect(
-        "conversion: a block without norms is found in the outermost module that has its convolutions",
-        "convolutions[1:]) and not any(map(is_block_without_norms, block.children()))",
-        "convolutions[1:])",
-        "blocks_without_norms",
-    ),
-    Defect(
-        "conversion: any convolutions are a block without norms",
-        "return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))",
-        "return True",
-        "blocks_without_norms",
-    ),
-    Defect(
-        "conversion: an engine by name that cannot run a block without norms recomputes it",
-        "if engine in (Engine.PLAIN, Engine.SHARED) or not is_block",
-        "if not is_block",
-        "blocks_without_norms",
+        "conversion: an engine by name that cannot run a block recomputes it whole",
+        "or count_layers(module) < 2 or engine in (Engine.PLAIN, Engine.SHARED):",
+        "or count_layers(module) < 2:",
+        "adapt_whole",
     ),
     Defect(
         "conversion: convolutions of an author's class are overlooked",
@@ -1486,14 +1438,8 @@ DEFECTS = [
         "adapt_convert",
     ),
     Defect(
-        "conversion: a graph of torch.fx is said to be a list of layers",
-        "if isinstance(graph, GraphModule):",
-        "if False:",
-        "adapt_convert",
-    ),
-    Defect(
         "conversion: tracing into a converted block is not told",
-        "if any(isinstance(each, Proxy) for each in args) and not for_quantization:",
+        "if any(isinstance(each, Proxy) for each in args):",
         "if False:",
         "adapt_convert",
     ),
@@ -1510,28 +1456,52 @@ DEFECTS = [
         "adapt_convert",
     ),
     Defect(
-        "conversion: layers of a block are said to save what plain saves",
-        "return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))",
-        "return saved, saved",
-        "blocks_without_norms",
+        "conversion: one layer is recomputed as a block",
+        "or count_layers(module) < 2 or",
+        "or",
+        "adapt_verify",
+    ),
+    Defect(
+        "conversion: whole layers are said to save nothing",
+        "if pattern.layer_call else 0",
+        "if False else 0",
+        "adapt_whole",
+    ),
+    Defect(
+        "conversion: what the author's forward saves is counted at one size",
+        "saved = [after - before for before, after in pairwise(saved)]",
+        "pass",
+        "adapt_whole",
+    ),
+    Defect(
+        "conversion: a block recomputed whole is not recomputed",
+        "return checkpoint_call(super().forward, (x,), {})",
+        "return super().forward(x)",
+        "adapt_whole",
+    ),
+    Defect(
+        "conversion: state that an author's forward changes goes unnoticed",
+        "change = None if state is None else change_since(state, self.module)",
+        "change = None",
+        "adapt_side_effects",
     ),
     Defect(
         "conversion: restored blocks keep the class of converted ones",
         "    remove_mixin(block, ConvertedBlock)\n",
         "    pass\n",
-        "blocks_without_norms adapt",
+        "adapt_whole adapt",
     ),
     Defect(
         "conversion: a changed attribute is no reason to leave a block to its author's forward",
         "        change = self._state_change()\n        if change is not None:",
         "        change = self._state_change()\n        if False:",
-        "blocks_without_norms",
+        "adapt_whole",
     ),
     Defect(
         "conversion: a block's input is not copied before layers are recomputed",
         "return x if run_first_half is layerwise.run_first_half_plain else x.clone()",
         "return x",
-        "blocks_without_norms",
+        "adapt_whole",
     ),
     Defect(
         "conversion: the norms of recomputed layers are updated twice",
