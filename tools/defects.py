@@ -690,8 +690,8 @@ DEFECTS = [
     ),
     Defect(
         "Triton: a 3×3 convolution's neighbor of another image",
-        "(y + dy >= 0) & (y + dy < height) & ",
-        "(y + dy >= 0) & ",
+        "in_matrix & (y + dy >= 0) & (y + dy < height)",
+        "in_matrix & (y + dy >= 0)",
         "triton_kernels",
     ),
     Defect(
@@ -713,9 +713,9 @@ DEFECTS = [
         "triton_stem",
     ),
     Defect(
-        "Triton: a kernel compiled for aligned tensors is launched on others",
-        "*[each is None or each & 15 == 0 for each in addresses]",
-        "*[True for _ in addresses]",
+        "Triton: replays pass the start of a memory in the place of a tensor",
+        "addresses = [run.addresses[memory] + offset for memory, offset in places]",
+        "addresses = [run.addresses[memory] for memory, offset in places]",
         "triton_launch",
     ),
     Defect(
@@ -832,14 +832,14 @@ DEFECTS = [
     ),
     Defect(
         "Triton: launch hooks are passed over",
-        "if device < 0 or _has_launch_hooks():",
-        "if device < 0:",
+        "if None in self._launchers or _has_launch_hooks() or device",
+        "if None in self._launchers or device",
         "triton_launch",
     ),
     Defect(
-        "Triton: a kernel compiled for an int32 is launched with a larger size",
-        "number == 1, number % 16 == 0, number <= MAX_INT32",
-        "number == 1, number % 16 == 0",
+        "Triton: replays run on the current device",
+        "_has_launch_hooks() or device != torch.cuda.current_device():",
+        "_has_launch_hooks():",
         "triton_launch",
     ),
     # Every kernel set: sums, tails, borders, rounding, what it refuses
@@ -983,14 +983,14 @@ DEFECTS = [
     ),
     Defect(
         "Triton: tiles of a 3×3 convolution leave out rows",
-        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * overlap",
-        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - overlap",
+        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * dilation",
+        "tile, tile_rows = tl.program_id(0), BLOCK_ROWS - dilation",
         "triton_kernels",
     ),
     Defect(
-        "Triton: the second slice of the output channels overwrites the first's gradients",
-        '"OVERWRITE": accumulator.overwrite and out.start == 0',
-        '"OVERWRITE": accumulator.overwrite',
+        "Triton: the second block of the output channels is left out of the gradient",
+        "grad = tl.dot(grad_rest, w_rest, grad, input_precision=PRECISION)",
+        "grad += 0.0",
         "triton_kernels",
     ),
     Defect(
