@@ -115,11 +115,11 @@ def test_the_host_s_time_of_a_step_on_a_gpu(capsys):
     pytest.importorskip("triton", reason="needs Triton")
     import gpu_host
 
-    before = torch.Tensor.get_device, gpu_host.launch._remember
+    before = torch.Tensor.get_device, gpu_host.launch._launcher
     gpu_host.measure(TINY.model, batch_size=2, image_size=8, rounds=2)
     launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
     assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
-    assert (torch.Tensor.get_device, gpu_host.launch._remember) == before
+    assert (torch.Tensor.get_device, gpu_host.launch._launcher) == before
 
 
 @pytest.mark.exhaustive
