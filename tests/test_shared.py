@@ -195,7 +195,7 @@ def test_memory_grows_linearly_with_depth(monkeypatch):
     Four tensors as wide as the stage exist then: the features, the accumulator of their gradient, the output of the
     last norm's ReLU and the gradient of that output.
     """
-    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", 1 << 16)  # scratch has a constant size for this many rows
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", 1 << 16)  # a tile has a constant size for this many rows
     peaks = [_peak("shared", depth) for depth in (16, 24, 32)]
     channel_bytes, growth_rate = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)

@@ -138,7 +138,7 @@ DEFECTS = [
     ),
     Defect(
         "next bottleneck: computed in memory of another width",
-        "if self.spec.layers[i].width != width:",
+        "if self.spec.layers[i].width != current.width:",
         "if False:",
         "shared",
     ),

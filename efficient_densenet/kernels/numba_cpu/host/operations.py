@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import portable, scratch
+from ... import portable
 from ...interface import (
     AffineInput,
     BatchNormBackward,
@@ -53,7 +53,7 @@ tiles."""
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     rows, channels = values.shape
     tiles = tiling.for_statistics(*_limits(), rows, channels)
-    memory = _scratch(tiles, values)
+    memory = new_scratch(tiles, values)
     record = (
         *(*openmp_functions(), rows, tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
@@ -65,7 +65,7 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
-    memory = _scratch(tiles, values)
+    memory = new_scratch(tiles, values)
     vectors = Within(memory, tiles.grad_vectors)
     record = (
         *(*openmp_functions(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
@@ -81,7 +81,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
         return portable.affine_backward(grad_output, input, accumulator)
     rows, channels = values.shape
     tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
-    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values)
+    grads, memory = _new_gradients(input, accumulator), new_scratch(tiles, values)
     scale = input.norm.scale if input.norm.frozen else 0
     record = (
         *(*openmp_functions(), rows, tiles.rows),
@@ -169,7 +169,7 @@ def _conv_forward(
     """The forward of any convolution; the arguments are explained in `arguments.ConvForwardArguments`."""
     settings = weight.shape, *_itemsizes(weight), statistics is not None, window, halo, _is_narrow(weight)
     tiles = tiling.for_forward(*_limits(), len(input.values), *settings)
-    memory = _scratch(tiles, weight)
+    memory = new_scratch(tiles, weight)
     record = (
         *(*openmp_functions(), len(output), tiles.rows, memory, tiles.thread_stride),
         *(*(images or absent(arguments.Images)), dilation, window, halo),
@@ -193,7 +193,7 @@ def _conv_backward(
     next_weight = next_bottleneck and next_bottleneck.weight.shape
     settings = weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window, next_weight
     tiles = tiling.for_backward(*_limits(), input.values.shape[0], *settings)
-    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
+    grads, memory = _new_gradients(input, accumulator, weight), new_scratch(tiles, weight)
     if isinstance(grad_output, Tensor):
         rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
     else:
@@ -242,11 +242,11 @@ def _limits() -> tuple[int, int]:
     return TILE, torch.get_num_threads()
 
 
-def _scratch(tiles: Tiles, like: Tensor) -> Tensor:
+def new_scratch(tiles: Tiles, like: Tensor) -> Tensor:
     """Memory for all temporaries of a kernel for matrices like this one; the caller keeps it alive while the kernel
     runs."""
     dtype = ARITHMETIC[like.dtype]
-    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, like.device)
+    return torch.empty(tiles.scratch_bytes // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
