@@ -94,6 +94,20 @@ def test_smallest_input(small_inputs, blocks, smallest):
                 model(torch.randn(1, 3, smallest - 1, smallest))
 
 
+@pytest.mark.parametrize("efficient", [False, True, "shared"])
+@pytest.mark.parametrize(("small_inputs", "blocks", "enough"), [(True, 3, 8), (False, 1, 5), (False, 3, 29)])
+def test_a_batch_of_one_whose_last_map_is_a_pixel(small_inputs, blocks, enough, efficient):
+    """It has no variance."""
+    model = DenseNet(block_config=(1,) * blocks, small_inputs=small_inputs, efficient=efficient)
+    message = rf"found a batch of one of {enough - 1}×{enough - 1}, .*two images or more, or .* {enough}×{enough}"
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(1, 3, enough - 1, enough - 1))
+    assert model(torch.randn(1, 3, enough, enough)).isfinite().all()
+    assert model(torch.randn(2, 3, enough - 1, enough - 1)).isfinite().all()
+    model.features.eval()
+    assert model(torch.randn(1, 3, enough - 1, enough - 1)).isfinite().all()
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 32, 32), (3, 32, 32), (2, 3, 32)])
 def test_wrong_input_shapes_raise(shape):
     with pytest.raises(ValueError, match=r"found an input of shape .*needs \(N, 3, height, width\)"):

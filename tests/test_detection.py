@@ -52,11 +52,10 @@ def _pyramid_of_maps(model: DenseNet, maps: str) -> nn.Module:
 
 
 def _pyramid_of_modules(model: DenseNet) -> nn.Module:
-    """torchvision's pyramid, which calls the modules of `features` one by one."""
-    info = model.feature_info
+    """torchvision's pyramid, which calls the modules of a backbone one by one."""
+    backbone = features(model, (1, 2, 3, 4))
     layers = {f"denseblock{i}": str(i - 1) for i in (1, 2, 3, 4)}
-    last_width = model.features.denseblock4.denselayer1.norm1.num_features + 4
-    return BackboneWithFPN(model.features, layers, [*info.channels([1, 2, 3]), last_width], CHANNELS)
+    return BackboneWithFPN(backbone.features, layers, backbone.feature_info.channels(), CHANNELS)
 
 
 BUILDS = {

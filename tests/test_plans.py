@@ -297,7 +297,7 @@ def test_a_batch_of_a_single_pixel_after_the_first_step(make, models):
     """It has no variance, and plain raises too."""
     for model in copy.deepcopy(models[make]):
         backward(model, torch.randn(SIZE, dtype=torch.double))
-        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
             model(torch.randn(1, 3, 8, 8, dtype=torch.double))
 
 

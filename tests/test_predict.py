@@ -94,9 +94,9 @@ def test_predicting_ends_quietly_where_nobody_reads(printing_to):
     reading, writing = os.pipe()
     os.close(reading)
     printing_to(writing)
-    with mock.patch.object(DenseNet, "forward", autospec=True, side_effect=DenseNet.forward) as forward:
+    with mock.patch.object(DenseNet, "forward_head", autospec=True, side_effect=DenseNet.forward_head) as head:
         predict(IMAGE, IMAGE)
-    assert forward.call_count == 1
+    assert head.call_count == 1
 
 
 def test_predicting_to_a_full_disk_is_an_error(printing_to):

@@ -14,7 +14,7 @@ from efficient_densenet._extras import need
 
 from . import files
 from .loop import TrainingPosition
-from .models import CONFIG, WEIGHTS, model_config, read_weights
+from .models import CONFIG, WEIGHTS, ModelConfig, read_weights
 from .options import CHANGEABLE, PER_CALL, Options, RunOptions, check_option
 from .report import may_fail
 from .results import Row
@@ -170,7 +170,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its format is {content['format']!r}, but must be {FORMAT!r}")
         for name, value in content["options"].items():
             check_option(name, value)
-        model_config(content["model"])
+        ModelConfig.of(content["model"])
         TrainingPosition(**content["position"])
         _ = content["data"], content["rows"], content["state"]
     return content

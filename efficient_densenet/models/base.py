@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from .._compilers import records_sizes
 from ..engine import choose
-from .dimensions import modules_for
+from ..weights.load import WeightsReport
+from .dimensions import NORMS, modules_for
 from .layers import DenseBlock
 
 Model = TypeVar("Model", bound="DenseModel")
@@ -17,10 +18,19 @@ class DenseModel(nn.Module):
 
     in_channels: int
     dims: int
+    weights_report: WeightsReport  # from `create_model` with weights
 
     @property
     def smallest_input(self) -> int:
-        """The smallest height and width whose last feature map has a pixel."""
+        """The smallest height and width whose smallest feature map has a pixel."""
+        return self._smallest_input(1)
+
+    def _smallest_input(self, pixels: int) -> int:
+        """The smallest height and width whose smallest feature map has so many."""
+        raise NotImplementedError
+
+    def _last_block(self) -> nn.Module:
+        """The dense block whose feature map is the smallest."""
         raise NotImplementedError
 
     def set_engine(self: Model, efficient: bool | str) -> Model:
@@ -56,3 +66,14 @@ class DenseModel(nn.Module):
                 f"found {modules.inputs} of {size}, but this model's poolings need at least {smallest}: "
                 "enlarge them, or use fewer blocks"
             )
+        enough = self._smallest_input(2)
+        if len(x) == 1 and max(x.shape[2:]) < enough and self._trains_norms(self._last_block()):
+            size, larger = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [enough] * self.dims))
+            raise ValueError(
+                f"found a batch of one of {size}, whose smallest feature map is one pixel, but batch norm in training "
+                f"needs more than 1 value per channel: give two {modules.inputs} or more, or one of at least {larger}, "
+                "or call model.eval()"
+            )
+
+    def _trains_norms(self, block: nn.Module) -> bool:
+        return any(isinstance(module, NORMS[self.dims]) and module.training for module in block.modules())

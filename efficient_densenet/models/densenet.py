@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
-from ..weights.load import WeightsReport
 from .activations import ActivationFactory
 from .base import DenseModel
 from .budget import MemoryBudget
@@ -49,7 +48,6 @@ class DenseNet(DenseModel):
             `relu5`, under which a PReLU's weights are in the state dict; its blocks run by `checkpoint`.
     """
 
-    weights_report: WeightsReport  # from `create_model` with weights
     memory_budget: MemoryBudget | None = None  # also of models that were pickled by earlier versions
 
     def __init__(
@@ -136,14 +134,13 @@ class DenseNet(DenseModel):
     def features_only(self) -> bool:
         return bool(self.features.taps)
 
-    @property
-    def smallest_input(self) -> int:
-        """The smallest height and width whose last feature map has a pixel.
+    def _smallest_input(self, pixels: int) -> int:
+        # A transition halves and rounds down; the ImageNet stem halves twice and rounds up.
+        size = pixels * max(self.feature_info.reduction())
+        return size if self.small_inputs else max(size - 3, 1)
 
-        A transition halves and rounds down; the ImageNet stem halves twice and rounds up.
-        """
-        reduction = max(self.feature_info.reduction())
-        return reduction if self.small_inputs else max(reduction - 3, 1)
+    def _last_block(self) -> nn.Module:
+        return [self.features, *(module for module in self.features if isinstance(module, DenseBlock))][-1]
 
     def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
         """Another model with the same modules that returns these feature maps; see `features`."""

@@ -104,6 +104,16 @@ def load_weights(
     )
 
 
+def model_arguments(source: Source) -> dict[str, int]:
+    """The numbers of classes and of input channels that the sizes in `source` say, as arguments of a model."""
+    loaded, found = read_state_dict(source), dict[str, int]()
+    for key, name in new_names(loaded).items():
+        if name in ("classifier.weight", _FIRST_CONV):
+            classes, channels, *_ = _in_torch_layout(key, loaded[key]).shape
+            found |= {"in_channels": channels} if name == _FIRST_CONV else {"num_classes": classes}
+    return found
+
+
 def _unusual_kind(value: Any, old: Tensor) -> str:
     """Why a tensor cannot be copied into the model's `old` one, whatever its shape; empty for the usual kind."""
     if not isinstance(value, Tensor):

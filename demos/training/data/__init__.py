@@ -1,7 +1,6 @@
 """Training data: recognizing and reading data sets, decoding images, making augmented batches."""
 
-from .folder import UndecodableImage
-from .images import Images, ImageSet, StreamedImages
+from .images import Images, ImageSet, StreamedImages, UndecodableImage
 from .published import DATASETS
 from .sources import Dataset, load
 

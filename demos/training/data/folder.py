@@ -9,45 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.datasets import ImageFolder
-from torchvision.transforms.v2 import functional as transforms
 
 from efficient_densenet._extras import need
-from efficient_densenet._images import to_8bit
+from efficient_densenet._images import FORMATS, central_square, open_image
 
 from ..machine import check_memory
-from .images import Images, ImageSet, StreamedImages, UndecodableImage, digest
+from .images import Images, ImageSet, StreamedImages, digest
 
-FORMATS = {
-    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
-    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
-    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-    ".png": "PNG",
-    ".bmp": "BMP",
-    ".gif": "GIF",
-    ".webp": "WEBP",
-}
-"""Pillow's formats by the suffixes of image files. It opens no others, since some of them start programs."""
-SUFFIXES = frozenset(FORMATS)
 MAX_BYTES_IN_MEMORY = 2**30
 """Data sets of up to this many bytes are decoded once and held on the device."""
 
 
 def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
     """The central square of the image, resized to (channels, image_size, image_size), uint8."""
-    pillow = need("PIL.Image", extra="demos")
-    try:
-        with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
-            image: Any = to_8bit(opened, channels)
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
-        reason = (
-            "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
-        )
-        raise UndecodableImage(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
-    side = min(image.size)
-    left, top = ((length - side) // 2 for length in image.size)
-    if image.size != (image_size, image_size):
-        image = transforms.resized_crop(image, top, left, side, side, [image_size, image_size])
-    return transforms.pil_to_tensor(image)
+    return central_square(open_image(path, channels), image_size)
 
 
 class ClassFolders(ImageFolder):
@@ -116,7 +91,7 @@ def _decode_all(streamed: StreamedImages) -> Images:
 
 
 def _is_image(path: str) -> bool:
-    return not os.path.basename(path).startswith(".") and os.path.splitext(path)[1].lower() in SUFFIXES
+    return not os.path.basename(path).startswith(".") and os.path.splitext(path)[1].lower() in FORMATS
 
 
 def _file_digest(folder: Path, paths: Iterable[str]) -> str:

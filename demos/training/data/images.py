@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-
-class UndecodableImage(ValueError):  # noqa: N818 - what it is
-    """An image file that is damaged, or none."""
+from efficient_densenet._images import UndecodableImage
 
 
 @dataclass(frozen=True)
