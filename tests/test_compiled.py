@@ -145,21 +145,6 @@ def test_other_engines_match_plain(engine):
     _train_alike(ours, plain, random_images("bc"), _compiled(ours, fullgraph=False))
 
 
-@pytest.mark.exhaustive
-def test_a_graph_break_inside_the_model_matches_plain():
-    """Outside of a graph the operators run as in eager code: a compiler does not look into them."""
-    plain = small_model("bc", efficient=False, block_config=(1, 1))
-    ours = with_engine(plain, "shared")
-    ours.features.transition1.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    compiled = torch.compile(lambda x: ours(x).square().sum().backward(), backend="aot_eager")
-    for batch in (2, 3, 4):
-        x = random_images("bc", batch)
-        compiled(x)
-        plain(x).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
-
-
 def test_sizes_modes_engines_and_settings_changed_after_compiling_are_noticed():
     """A second size makes one graph for all sizes; a second change of a number is not taken for any number."""
     plain = small_model("bc", efficient=False, block_config=(1,), drop_rate=0.2)
@@ -292,15 +277,10 @@ def test_inductor_training_matches_plain(mode):
     _train_alike(ours, plain, random_images("bc"), _compiled(ours, backend="inductor", mode=mode))
 
 
-def _on_gpu(efficient: bool | str) -> tuple[nn.Module, Tensor]:
-    model = small_model("bc", efficient=efficient).float().cuda()
-    return model, random_images("bc").float().cuda()
-
-
 @needs_gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "graphed callables"])
 def test_cuda_graphs_match_plain(mode):
-    plain, x = _on_gpu(False)
+    plain, x = small_model("bc", efficient=False).float().cuda(), random_images("bc").float().cuda()
     ours = copy.deepcopy(plain).set_engine("shared")
     if mode == "graphed callables":
         state = copy.deepcopy(ours.state_dict())
