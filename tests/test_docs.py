@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.run import get_args_parser as torchrun_parser
 from training.options import Options
 
-from efficient_densenet import DenseNet, densenet121, doctor
+from efficient_densenet import DenseNet, classify, densenet121, doctor
 from efficient_densenet.adapt import Report
 from efficient_densenet.memory import __main__ as memory_command
 
@@ -154,6 +154,13 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
+PARSERS = {
+    "doctor": doctor.parse,
+    "memory": memory_command.make_parser().parse_args,
+    "predict": classify.make_parser().parse_args,
+}
+
+
 def check_module(name: str, words: list[str], config: pytest.Config) -> None:
     if name == "pip":
         check_pip(words)
@@ -212,6 +219,8 @@ def test_commands_exist_with_their_options(page, request):
             check_script(ROOT / words[0], words[1:])
         elif name == "pip":
             check_pip(words)
+        elif name == "efficient-densenet":
+            PARSERS[words[0]](words[1:])
         elif name == "bash":
             assert (ROOT / words[0]).is_file(), words
             assert all(word in (ROOT / words[0]).read_text() for word in words[1:]), words
@@ -242,7 +251,7 @@ def test_what_a_page_names_exists(page):
         | options_of_examples()
         | {name for each in BENCHMARKS.values() for name in each.__code__.co_varnames}
     )
-    parsers = torchrun_parser(), memory_command.make_parser()
+    parsers = torchrun_parser(), memory_command.make_parser(), classify.make_parser()
     known |= {name.lstrip("-") for each in parsers for action in each._actions for name in action.option_strings}
     for code in re.findall(r"`([^`]+)`", prose(page)):
         assert set(re.findall(r"(?<!\S)--([\w-]+)", code)) <= known, code
