@@ -61,7 +61,7 @@ def buffer(name, size, dtype, device):
 
 def run(threads, tile, sizes):
     torch.set_num_threads(threads)
-    operations.TILE = tile
+    tiling.TILE = tile
     for dtype, (operation, function) in itertools.product((torch.bfloat16, torch.float32), OPERATIONS.items()):
         for shape, channels, width in sizes:
             case = Case(shape, channels, width, dtype)
@@ -77,7 +77,7 @@ def main():
     torch.empty_like = lambda tensor, dtype=None, memory_format=None: guarded(tensor.shape, dtype or tensor.dtype)
     torch.zeros = lambda *shape, dtype, device: guarded(shape, dtype).fill_(0)
     scratch.buffer, tiling._places = buffer, places
-    run(1, operations.TILE, ONE_TILE)
+    run(1, tiling.TILE, ONE_TILE)
     run(2, 24, SMALL_TILES)
     print("all")
 

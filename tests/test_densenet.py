@@ -1,10 +1,10 @@
-"""The model's structure, initialization, hooks, and errors for invalid arguments."""
+"""The model's structure, initialization, and errors for invalid arguments."""
 
 import math
 
 import pytest
 import torch
-from helpers import MEMORY_EFFICIENT, random_images, small_model
+from helpers import MEMORY_EFFICIENT, small_model
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
@@ -21,11 +21,6 @@ def test_names_of_layers_and_stem():
     assert imagenet[-3:] == ["transition3", "denseblock4", "norm5"]
 
 
-@pytest.mark.parametrize("bn_size", [0, None])
-def test_no_bottleneck_where_bn_size_is_zero_or_none(bn_size):
-    assert not DenseNet(block_config=(1,), bn_size=bn_size).features.denseblock1.denselayer1.has_bottleneck
-
-
 def test_input_features_come_first():
     block = small_model("bc").features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
@@ -40,7 +35,10 @@ def test_in_channels_classes_and_identity_head(engine):
     assert create_model("densenet_bc_100_12", num_classes=7)(torch.randn(2, 3, 8, 8)).shape == (2, 7)
 
 
-def test_memory_efficient_is_an_alias():
+def test_aliases():
+    """`memory_efficient` is `efficient`; without a bottleneck `bn_size` is 0 or None."""
+    for bn_size in (0, None):
+        assert not DenseNet(block_config=(1,), bn_size=bn_size).features.denseblock1.denselayer1.has_bottleneck
     assert DenseNet(block_config=(1,), memory_efficient=False).engine == "plain"
     assert DenseNet(block_config=(1,), memory_efficient="official").engine == "official"
 
@@ -70,14 +68,6 @@ def test_initialization(init, axis):
                 assert module.bias.eq(0).all()
             elif isinstance(module, nn.Linear):
                 assert module.bias.eq(0).all()
-
-
-def test_a_backward_hook_alone_on_the_last_module_of_features():
-    model, grads = small_model("bc"), []
-    assert model.features[-1] is model.features.norm5
-    model.features[-1].register_full_backward_hook(lambda _m, _i, output: grads.append(output[0]))
-    model(random_images("bc")).sum().backward()
-    assert grads[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize(

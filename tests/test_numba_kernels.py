@@ -38,9 +38,9 @@ from efficient_densenet.memory import tensor_peak
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, launch, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
+operations, launch, tiling, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
     "numba_cpu",
-    *("operations", "launch", "compile_ahead", "memory", "vector_math"),
+    *("operations", "launch", "tiling", "compile_ahead", "memory", "vector_math"),
     *("products", "gemm", "gemm_amx", "processor"),
 )
 import amx_model  # noqa: E402  (it needs Numba)
@@ -64,7 +64,7 @@ def arithmetic(request, monkeypatch):
         return
     if name == "avx512_bf16" and not processor.has(name):
         pytest.skip(f"this processor has no {name}")
-    for module in (operations, launch):
+    for module in (tiling, launch):
         monkeypatch.setattr(module, "product_of", lambda dtype: PRODUCTS[name])
     cached = launch.gemm_address_for, launch.address
     for each in cached:
@@ -127,7 +127,7 @@ def test_every_operation(
     operation, arithmetic, size, setting, activation, dilation, padding, tile, threads, num_threads, monkeypatch
 ):
     num_threads(threads)
-    monkeypatch.setattr(operations, "TILE", tile)
+    monkeypatch.setattr(tiling, "TILE", tile)
     fill_scratch_with_nan(monkeypatch)
     options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
     check(operations, operation, _case(size, arithmetic, **options))
