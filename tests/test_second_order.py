@@ -29,21 +29,6 @@ def _squares(*tensors: Tensor) -> Tensor:
     return sum(tensor.square().sum() for tensor in tensors)
 
 
-def _wgan_gp(model: nn.Module) -> list[Tensor]:
-    """The critic's loss on real, generated and interpolated images, for two steps of an optimizer."""
-    real, generated = random_images("bc", batch=4), random_images("bc", batch=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(2):
-        optimizer.zero_grad()
-        weight = torch.linspace(0, 1, 4, dtype=torch.double).view(-1, 1, 1, 1) + step
-        between = torch.lerp(real, generated, weight).requires_grad_()
-        (grad,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-        penalty = (grad.flatten(1).norm(dim=1) - 1).square().mean()
-        (model(generated).mean() - model(real).mean() + 10 * penalty).backward()
-        optimizer.step()
-    return list(model.parameters())
-
-
 def _maml(model: nn.Module) -> list[Tensor]:
     """Two inner steps with functional_call, through which the gradients of the first parameters flow."""
     x, parameters = random_images("bc", batch=3), dict(model.named_parameters())
@@ -87,7 +72,7 @@ def _trained_after_the_features(model: nn.Module) -> list[Tensor]:
     return list(maps)
 
 
-@pytest.mark.parametrize("use", [_wgan_gp, _maml, _some_inputs, _own_parameters, _trained_after_the_features])
+@pytest.mark.parametrize("use", [_maml, _some_inputs, _own_parameters, _trained_after_the_features])
 def test_uses(use):
     plain, results = small_model("bc", efficient=False), []
     ours = with_engine(plain, "shared")
