@@ -6,11 +6,13 @@ the old side parses. Of commands of sh blocks the scripts exist, and the options
 
 import ast
 import configparser
+import copy
 import importlib.util
 import re
 import shlex
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import table
@@ -18,8 +20,10 @@ import torch
 import torchvision
 from torch import nn
 
-from efficient_densenet import DenseNet, densenet121
+import efficient_densenet
+from efficient_densenet import DenseNet, adapt, checkpoint, densenet121, make_efficient, memory
 from efficient_densenet.adapt import Report
+from efficient_densenet.memory import largest_batch, predict
 
 ROOT = Path(__file__).parents[1]
 FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
@@ -78,6 +82,12 @@ def checkpointing() -> dict:
     return {"torch": torch, "model": model, "x": x, "layers": layers, "block": block, "head": head, "mask": mask}
 
 
+def recipes() -> dict:
+    for library in ("lightning", "transformers", "onnxscript"):
+        pytest.importorskip(library)
+    return {}
+
+
 def migrating() -> dict:
     """Libraries that are not installed everywhere are stood in for; the tests of `adapt` convert the real ones."""
     named = {name.replace("norm5", "norm_final"): value for name, value in DenseNet().state_dict().items()}
@@ -94,12 +104,18 @@ STAND_INS = {
     "docs/checkpoint.md": checkpointing,
     "docs/migrating.md": migrating,
     "docs/other-libraries.md": lambda: {"MyBlock": Block},
+    "docs/recipes.md": recipes,
 }
 """What the snippets of a page take for granted."""
 
 
+def slow(page: str) -> Any:
+    detectors_and_trainers = page in ("docs/detection.md", "docs/recipes.md")
+    return pytest.param(page, marks=pytest.mark.exhaustive) if detectors_and_trainers else page
+
+
 @pytest.mark.filterwarnings("default")  # a snippet may use what warns, such as a legacy exporter
-@pytest.mark.parametrize("page", pages_with("python", "diff"))
+@pytest.mark.parametrize("page", [slow(page) for page in pages_with("python", "diff")])
 def test_python_runs(page, tmp_path, monkeypatch):
     published = torchvision.models.get_model("densenet121").state_dict
     monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: published())
@@ -195,6 +211,39 @@ def test_tables_are_what_was_measured(page):
     assert table.outdated((ROOT / page).read_text()) == []
 
 
+PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE)
+"""A table of a page, under the model, the optimizer and the shapes of batches that it is of."""
+CARD = int(0.9 * 8e9)
+"""What a card of 8 GB leaves to a step, CUDA and its libraries taking a tenth."""
+
+
+def predicted(expression: str) -> str:
+    """A table: training steps in float32, and the largest batch that fits the card."""
+    model, optimizer, *shapes = eval(f"lambda: ({expression})", dict(vars(efficient_densenet)))()
+    lines = [
+        "| training step on | `plain` | `shared` | largest batch in 8 GB, `plain` | `shared` |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for shape in shapes:
+        estimate, cells = predict(model, shape, optimizer=optimizer, device="cuda"), []
+        for engine in ("plain", "shared"):
+            step = estimate.held + estimate.by_engine[engine].tensor_peak + estimate.spare
+            cells.append(f"{step / 2**30:.2f} GiB")
+        for engine in ("plain", "shared"):
+            twin = copy.deepcopy(model)
+            make_efficient(twin, engine)
+            cells.append(f"{largest_batch(twin, shape[2:], CARD, optimizer=optimizer, device='cuda'):,}")
+        lines.append(f"| {' | '.join(['×'.join(map(str, shape)), *cells])} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", [page for page in PAGES if PREDICTED.search((ROOT / page).read_text())])
+def test_tables_are_what_is_predicted(page):
+    for expression, rows in PREDICTED.findall((ROOT / page).read_text()):
+        assert predicted(expression) == rows
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/other-libraries.md"])
 def test_figures_in_sentences_stand_in_a_table(page):
     shown = [line for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if line.startswith("|")]
@@ -206,3 +255,18 @@ def test_the_train_and_test_commands_are_as_ci_reads_them():
     text = (ROOT / "README.md").read_text()
     for name in ("train command", "test command"):
         assert re.search(rf"<!-- {name} -->\n```sh\n(python3 [^\n]*)\n```\n", text), name
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for module in (efficient_densenet, adapt, checkpoint, memory):
+        assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", page)] in ([], ["__version__"])
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert float(re.search(r"right on new pictures: (\d+)%", shown)[1]) >= 80
