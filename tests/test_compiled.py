@@ -188,7 +188,7 @@ def test_without_gradients_under_autocast_and_a_hook_on_all_modules():
 
 
 def test_a_graph_saves_the_features_and_their_statistics():
-    """No concatenation and no bottleneck."""
+    """Neither concatenations nor bottlenecks are saved."""
     model, saved = small_model("bc", block_config=(3,), efficient="shared"), []
     x = random_images("bc").requires_grad_()
     compiled = _compiled(model.features)

@@ -27,7 +27,7 @@ def _converted() -> nn.Module:
 
 
 def _recomputing(model: nn.Module) -> nn.Module:
-    """The same model, which saves no bottleneck."""
+    """A copy that saves no bottleneck."""
     model = copy.deepcopy(model)
     for name, module in model.named_modules():
         if name.endswith(("denseblock1", "denseblock2", "denseblock3")):

@@ -189,7 +189,7 @@ def test_what_changes_in_place_before_the_backward_is_not_read_or_raises(kind, c
 
 @pytest.mark.parametrize(*grid(kind=KINDS, alone=[True, False], frozen=[False, True], bn_size=[0, 2]))
 def test_each_parameter_alone_requires_a_gradient_or_is_alone_frozen(kind, alone, frozen, bn_size):
-    """With biases, whose gradients are not zero where norms are frozen."""
+    """Convolutions have biases, whose gradients are not zero where norms are frozen."""
     subject = add_conv_biases(Subject(kind, bn_size=bn_size))
     if frozen:
         freeze_norms(subject)

@@ -14,7 +14,7 @@ ignore_fallback = pytest.mark.filterwarnings("ignore:falling back:UserWarning", 
 
 
 def _scaled_while_it_runs(conv: nn.Module) -> None:
-    """As libraries have it that run with a quantized or gathered copy of a weight and keep the original."""
+    """Hooks as in libraries that run with a quantized or gathered copy of a weight and keep the original."""
 
     def before(conv, args):
         conv.original = conv._parameters.pop("weight")
