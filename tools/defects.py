@@ -1714,7 +1714,7 @@ DEFECTS = [
     ),
     Defect(
         "demos: an image's format goes by its content",
-        "formats=sorted(set(FORMATS.values()))",
+        "formats=FORMATS",
         "formats=None",
         "images",
     ),
@@ -1727,12 +1727,11 @@ DEFECTS = [
     Defect("demos: hidden files are images", 'not os.path.basename(path).startswith(".") and ', "", "data"),
     Defect("demos: a container's memory is that of its machine", "return min(limits)", "return max(limits)", "images"),
     Defect(
-        "demos: the workers of a damaged image wait for the garbage collector",
-        "exc.__traceback__ = decoded = None  # the last",
-        "pass  # the last",
-        "data",
+        "demos: weights that have a name are overwritten",
+        "weights.folder.resolve() ==",
+        "weights.folder is",
+        "run_directory",
     ),
-    Defect("demos: a killed worker ends in a traceback", "raise ChildProcessError(", "raise RuntimeError(", "images"),
     Defect("demos: every image counts as gray", "MEAN_SATURATION = 8", "MEAN_SATURATION = 300", "predict demos"),
     Defect(
         "demos: weights are downloaded before the images are read",

@@ -11,7 +11,6 @@ from efficient_densenet.weights.trained import CHECKPOINTS, find_checkpoint
 from .data.augment import Transform
 from .data.folder import SUFFIXES, decode
 from .models import ModelConfig, load_model
-from .report import print_or_raise
 
 DIGITS = CHECKPOINTS / "digits"
 COLOR = "cifar10"
@@ -45,12 +44,7 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
             raise FloatingPointError(
                 f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
             )
-        try:
-            print_or_raise(f"{path}: {_likeliest(probabilities, config, top)}")
-        except BrokenPipeError:  # nobody reads any more, as after `| head`
-            return
-        except OSError as exc:
-            raise OSError(f"{path}: its classes could not be printed ({exc.strerror}): print to another place") from exc
+        print(f"{path}: {_likeliest(probabilities, config, top)}")
 
 
 def _image_files(path: Path) -> list[Path]:

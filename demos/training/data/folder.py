@@ -9,25 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.v2 import functional as transforms
 
 from efficient_densenet._extras import need
 from efficient_densenet._images import to_8bit
 
-from ..machine import check_memory
-from .images import Images, ImageSet, StreamedImages, UndecodableImage, digest
+from .images import Images, ImageSet, StreamedImages, digest
 
-FORMATS = {
-    **dict.fromkeys((".jpg", ".jpeg"), "JPEG"),
-    **dict.fromkeys((".ppm", ".pgm"), "PPM"),
-    **dict.fromkeys((".tif", ".tiff"), "TIFF"),
-    ".png": "PNG",
-    ".bmp": "BMP",
-    ".gif": "GIF",
-    ".webp": "WEBP",
-}
-"""Pillow's formats by the suffixes of image files. It opens no others, since some of them start programs."""
-SUFFIXES = frozenset(FORMATS)
+FORMATS = ("JPEG", "PPM", "TIFF", "PNG", "BMP", "GIF", "WEBP")
+"""The formats that Pillow may open, whatever a file is called: some of the others start programs."""
+SUFFIXES = (*IMG_EXTENSIONS, ".gif")
 MAX_BYTES_IN_MEMORY = 2**30
 """Data sets of up to this many bytes are decoded once and held on the device."""
 
@@ -36,13 +28,13 @@ def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
     """The central square of the image, resized to (channels, image_size, image_size), uint8."""
     pillow = need("PIL.Image", extra="demos")
     try:
-        with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
+        with pillow.open(path, formats=FORMATS) as opened:
             image: Any = to_8bit(opened, channels)
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
         reason = (
             "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
         )
-        raise UndecodableImage(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
+        raise ValueError(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
     if image.size != (image_size, image_size):
@@ -91,12 +83,8 @@ def read(
         )
     decoder = partial(decode, image_size=image_size, channels=channels)
     found = {name: ClassFolders(folder / name, classes, decoder) for name in names}
-    num_bytes = sum(map(len, found.values())) * channels * image_size**2
     if stream is None:
-        stream = num_bytes > MAX_BYTES_IN_MEMORY
-    if not stream:
-        what = f"the images of {folder} at {image_size}×{image_size}"
-        check_memory(num_bytes, what, "give --stream, or a smaller --image_size")
+        stream = sum(map(len, found.values())) * channels * image_size**2 > MAX_BYTES_IN_MEMORY
     shape, cpu = (channels, image_size, image_size), torch.device("cpu")
     splits: dict[str, ImageSet] = {}
     for name, files in found.items():
