@@ -1,4 +1,4 @@
-"""Compare this package's checkpointing with torch.utils.checkpoint's and fairscale's.
+"""Compare this package's checkpointing with torch.utils.checkpoint's.
 
     python benchmarks/checkpointing.py behaviours     does a checkpointed call behave as the plain call? yes or no
     python benchmarks/checkpointing.py costs          time on tiny layers and memory on large ones, beside torch's

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet._extras import need
 from efficient_densenet.checkpoint import checkpoint_wrapper
 
 Wrap = Callable[[nn.Module], nn.Module]
@@ -33,15 +32,10 @@ class _TorchCheckpoint(nn.Module):
         return torch_checkpoint(self.module, *args, use_reentrant=self.use_reentrant, **kwargs)
 
 
-def _fairscale_wrapper(module: nn.Module) -> nn.Module:
-    return need("fairscale.nn.checkpoint", extra="bench").checkpoint_wrapper(module)
-
-
 WRAPPERS: dict[str, Wrap] = {
     "ours": checkpoint_wrapper,
     "torch": lambda module: _TorchCheckpoint(module, use_reentrant=False),
     "torch, reentrant": lambda module: _TorchCheckpoint(module, use_reentrant=True),
-    "fairscale": _fairscale_wrapper,
 }
 
 
@@ -77,16 +71,10 @@ def _grad(tensor: Tensor) -> Tensor:
     return tensor.grad
 
 
-def gradient_of_an_input_in_a_list(wrap: Wrap) -> bool:
-    x = _x()
-    wrap(Function(lambda tensors: tensors[0].sin()))([x]).sum().backward()
-    return torch.equal(_grad(x), x.detach().cos())
-
-
-def gradient_of_an_input_in_a_dict_or_dataclass(wrap: Wrap) -> bool:
+def gradient_of_an_input_in_a_list_or_dataclass(wrap: Wrap) -> bool:
     x, y, z = _x(), _x(), _x()
-    module = wrap(Function(lambda tensors, pair: tensors["x"].sin() + pair.left * pair.right))
-    module({"x": x}, Pair(y, z)).sum().backward()
+    module = wrap(Function(lambda tensors, pair: tensors[0].sin() + pair.left * pair.right))
+    module([x], Pair(y, z)).sum().backward()
     return torch.equal(_grad(x), x.detach().cos()) and torch.equal(_grad(y), z) and torch.equal(_grad(z), y)
 
 
@@ -114,13 +102,6 @@ def batch_norm_updates_without_a_backward(wrap: Wrap) -> bool:
 def forward_hooks_inside_fire_once(wrap: Wrap) -> bool:
     net, fired = _net(), []
     net[0].register_forward_hook(lambda *_: fired.append(1))
-    wrap(net)(_x()).sum().backward()
-    return len(fired) == 1
-
-
-def parameter_hooks_fire_once(wrap: Wrap) -> bool:
-    net, fired = _net(), []
-    net[0].weight.register_hook(lambda grad: fired.append(1))
     wrap(net)(_x()).sum().backward()
     return len(fired) == 1
 
@@ -171,41 +152,6 @@ def second_derivatives(wrap: Wrap) -> bool:
     return torch.allclose(second, -x.detach().sin())
 
 
-def autograd_grad_for_chosen_tensors(wrap: Wrap) -> bool:
-    net, x = _net(), _x()
-    grads = torch.autograd.grad(wrap(net)(x).sum(), [x, net[0].weight])
-    return all(grad is not None for grad in grads) and net[0].weight.grad is None
-
-
-def a_gradient_computed_inside(wrap: Wrap) -> bool:
-    x = _x()
-    forces = Function(lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0])
-    wrap(forces)(x).sum().backward()
-    return torch.allclose(_grad(x), -x.detach().sin())
-
-
-def one_output_at_a_time_with_a_retained_graph(wrap: Wrap) -> bool:
-    x = _x()
-    sine, cosine = wrap(Function(lambda x: (x.sin(), x.cos())))(x)
-    sine.sum().backward(retain_graph=True)
-    cosine.sum().backward(retain_graph=True)
-    sine.sum().backward()
-    return torch.allclose(_grad(x), 2 * x.detach().cos() - x.detach().sin())
-
-
-def an_output_that_is_a_view_can_be_changed_in_place(wrap: Wrap) -> bool:
-    x = _x()
-    output = wrap(Function(lambda x: x.sin().t()))(x)
-    output.mul_(2)
-    output.sum().backward()
-    return torch.allclose(_grad(x), 2 * x.detach().cos())
-
-
-def outputs_without_gradient_do_not_require_grad(wrap: Wrap) -> bool:
-    sine, fixed = wrap(Function(lambda x: (x.sin(), x.detach() * 2)))(_x())
-    return sine.requires_grad and not fixed.requires_grad
-
-
 def autocast_is_restored(wrap: Wrap) -> bool:
     net, grads = nn.Linear(3, 3), []
     for module in (copy.deepcopy(net), net):
@@ -227,32 +173,6 @@ def eval_mode_set_before_the_backward_changes_nothing(wrap: Wrap) -> bool:
     return torch.allclose(_grad(net[0].weight), _grad(plain[0].weight))
 
 
-def a_python_attribute_of_an_input_is_seen_again(wrap: Wrap) -> bool:
-    x: Any = _x()
-    x.scale = 0.5
-    wrap(Function(lambda x: x * torch.tensor(getattr(x, "scale", 1.0))))(x).sum().backward()
-    return bool((_grad(x) == 0.5).all())
-
-
-def an_input_is_the_parameter_that_it_was(wrap: Wrap) -> bool:
-    weight = nn.Parameter(_x())
-    wrap(Function(lambda x: x * torch.tensor(2.0 if x is weight else 1.0)))(weight).sum().backward()
-    return bool((_grad(weight) == 2).all())
-
-
-def a_device_context_is_restored(wrap: Wrap) -> bool:
-    devices: list[str] = []
-
-    def function(x: Tensor) -> Tensor:
-        devices.append(torch.empty(1).device.type)
-        return x.sin()
-
-    with torch.device("meta"):
-        output = wrap(Function(function))(torch.randn(3, device="cpu", requires_grad=True))
-    output.sum().backward()
-    return set(devices) == {"meta"}
-
-
 def what_follows_the_last_saved_tensor_is_not_recomputed(wrap: Wrap) -> bool:
     clones: list[int] = []
     wrap(Function(lambda x: (x.sin(), clones.append(1))[0].clone()))(_x()).sum().backward()
@@ -260,28 +180,18 @@ def what_follows_the_last_saved_tensor_is_not_recomputed(wrap: Wrap) -> bool:
 
 
 PROBES = (
-    gradient_of_an_input_in_a_list,
-    gradient_of_an_input_in_a_dict_or_dataclass,
+    gradient_of_an_input_in_a_list_or_dataclass,
     parameters_get_gradients_when_the_input_requires_none,
     batch_norm_updates_once_a_step,
     batch_norm_updates_without_a_backward,
     forward_hooks_inside_fire_once,
-    parameter_hooks_fire_once,
     a_deep_copy_uses_its_own_weights,
     pickling_works,
     state_dict_keys_stay_and_isinstance_holds,
     memory_is_freed_without_garbage_collection,
     second_derivatives,
-    autograd_grad_for_chosen_tensors,
-    a_gradient_computed_inside,
-    one_output_at_a_time_with_a_retained_graph,
-    an_output_that_is_a_view_can_be_changed_in_place,
-    outputs_without_gradient_do_not_require_grad,
     autocast_is_restored,
     eval_mode_set_before_the_backward_changes_nothing,
-    a_python_attribute_of_an_input_is_seen_again,
-    an_input_is_the_parameter_that_it_was,
-    a_device_context_is_restored,
     what_follows_the_last_saved_tensor_is_not_recomputed,
 )
 
@@ -303,7 +213,5 @@ def behaves(probe: Callable[[Wrap], bool], wrap: Wrap) -> bool:
         warnings.simplefilter("ignore")
         try:
             return probe(wrap)
-        except ModuleNotFoundError:
-            raise
         except Exception:
             return False

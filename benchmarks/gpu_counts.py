@@ -206,7 +206,7 @@ ACCUMULATORS = {"grad_accum"}
 """Results that a kernel reads too, unless it is launched with OVERWRITE."""
 UPDATED = {("finish_backward", "sums")}
 ONLY_WITH = {
-    ("conv1x1_forward", "stats"): "WITH_STATISTICS",
+    ("conv1x1_forward", "stats"): "HAS_STATISTICS",
     ("conv1x1_backward", "output"): "HAS_SUMS",
     ("conv1x1_backward", "out_sums"): "HAS_SUMS",
     ("conv3x3_forward", "stats"): "HAS_STATISTICS",

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_host.py --model densenet_bc_100_12
 
-The shared engine runs with its Triton kernels on the CPU. Each launch is made as on a GPU, up to Triton's own launcher
-in C, in whose place a function does nothing. PyTorch's operations, and so all of plain's, are the CPU's, on images so
-small that most of their time is that of the calls. What a GPU adds is missing on both sides: the driver's part of a
-launch, cuDNN's host side (here oneDNN's is in its place) and the CUDA allocator. So the ratio is none of a GPU, but
-follows what the engine's own Python takes.
+The shared engine runs with its Triton kernels on the CPU. Each launch of a replay is made as on a GPU, up to Triton's
+own launcher in C, in whose place a function does nothing. PyTorch's operations, and so all of plain's, are the CPU's,
+on images so small that most of their time is that of the calls. What a GPU adds is missing on both sides: the driver's
+part of a launch, cuDNN's host side (here oneDNN's is in its place) and the CUDA allocator. So the ratio is none of a
+GPU, but follows what the engine's own Python takes.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from methods import architecture
 from options import run_command
 
 from efficient_densenet import DenseNet
+from efficient_densenet.engine.recording import program
 from efficient_densenet.kernels.triton_gpu.host import launch
 
 
@@ -35,21 +37,19 @@ def idle_launches() -> Iterator[list[int]]:
     def run(*_: Any) -> None:
         count[0] += 1
 
-    def remember(key: Any, prepared: launch.Launch, compiled: Any, num_tensors: int) -> None:
-        constants = tuple(prepared.constants.values())
-        prepared.launchers[key] = launch._Launcher(
-            run, 0, None, constants, lambda device: 0, (prepared.kernel, compiled)
-        )
-        count[0] += 1
+    def launcher(prepared: launch.Launch, *_: Any) -> tuple[Any, ...]:
+        return run, (*prepared.grid, 1, 1)[:3], 0, None, (*prepared.numbers, *prepared.constants.values())
 
     def first_gpu(*_: Any) -> int:  # a mock would take longer
         return 0
 
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=first_gpu))
     with (
         triton_kernels(),
-        mock.patch.multiple(launch, _remember=remember, _launch_by_triton=lambda *_: None, _launchers={}),
+        mock.patch.multiple(launch, _launcher=launcher, _launch_by_triton=run, driver=driver),
         mock.patch.object(torch.Tensor, "get_device", first_gpu),
         mock.patch.object(torch.cuda, "current_device", first_gpu),
+        mock.patch.object(program, "SMALL_RUN_BYTES", 1 << 40),  # all temporaries in one slab, as on a GPU
     ):
         yield count
 
@@ -90,7 +90,7 @@ def measure(model: str = "densenet_bc_100_12", batch_size: int = 2, image_size: 
     plain, shared = (DenseNet(**architecture(model), efficient=engine) for engine in ("plain", "shared"))
     times: dict[str, list[float]] = {"plain": [], "shared": []}
     with idle_launches() as count, one_thread_without_collections():
-        for i in range(rounds + 2):  # the first steps prepare the launches
+        for i in range(rounds + 2):  # the first steps are direct and recorded
             count[0] = 0
             of_round = {"plain": step(plain, images), "shared": step(shared, images)}
             for engine, seconds in of_round.items() if i > 1 else ():

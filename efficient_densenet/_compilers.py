@@ -72,31 +72,10 @@ def skipped_by_compilers(function: Function) -> Function:
 
     `torch.compiler.disable` does this too, but imports the compiler.
     """
-    try:
-        private: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-        if not hasattr(private, "skip_code"):
-            skip = private._FrameAction.SKIP
-            code = cast(Any, function).__code__
-            private.set_code_exec_strategy(code, private._FrameExecStrategy(skip, skip))
-            return function
-        skip_code, set_eval_frame = private.skip_code, private.set_eval_frame
-    except AttributeError:  # of a name that this PyTorch lacks
-
-        @functools.wraps(function)
-        def disabled(*args: Any, **kwargs: Any) -> Any:
-            uses_compiler = "torch._dynamo" in sys.modules
-            return (torch.compiler.disable(function) if uses_compiler else function)(*args, **kwargs)
-
-        return cast(Function, disabled)
+    disabled = functools.cache(lambda: torch.compiler.disable(function))
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:  # PyTorch 2.6 does not skip the functions called inside
-        callback = set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            set_eval_frame(callback)
+    def skipped(*args: Any, **kwargs: Any) -> Any:
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
-    skipped: Any = wrapper
-    skip_code(skipped.__code__)
-    return skipped
+    return cast(Function, skipped)

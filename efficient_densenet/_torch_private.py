@@ -6,7 +6,6 @@ one is lost, and says so. `tests/test_torch_private.py` tests each function, and
 
 import operator
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -104,17 +103,11 @@ def has_global_module_hooks() -> bool:
 
 
 def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """Return the dicts of the forward hooks and pre-hooks of `module`, and of the options of these hooks."""
+    """Return the dicts of the hooks of `module`, and of the options of these hooks."""
     return [getattr(module, name) for name in _HOOK_DICTS]
 
 
-_HOOK_DICTS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-)
+_HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
 
 _hooks_enabled = _private("_C._autograd._saved_tensors_hooks_is_enabled", "falling back without their hooks", True)
@@ -142,17 +135,6 @@ def parametrization_cache_enabled() -> bool:
     if callable(_cache_enabled):
         return bool(_cache_enabled())
     return bool(torch.nn.utils.parametrize._cache_enabled)  # not looked up once: the value changes
-
-
-def hooks_of(module: torch.nn.Module) -> list[dict[int, Callable[..., Any]]]:
-    """Return the dicts of the hooks that run in the forward and the backward of `module`."""
-    kinds = "forward", "forward_pre", "backward", "backward_pre"
-    return [getattr(module, f"_{kind}_hooks") for kind in kinds]
-
-
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer, which may be a shallow copy, empty dicts of hooks for its steps."""
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
 
 _dispatch_has_kernel = _private("_C._dispatch_has_kernel_for_dispatch_key", PREDICTION)

@@ -67,11 +67,6 @@ def assert_same_outcome(actual: dict[str, Any], expected: dict[str, Any]) -> Non
         assert torch.equal(a, b)
 
 
-def assert_like_plain(function, *inputs) -> None:
-    """Compare `checkpoint(function, *inputs)` with `function(*inputs)`, for a function without parameters."""
-    assert_same_outcome(outcome(functools.partial(checkpoint, function), inputs), outcome(function, inputs))
-
-
 def assert_network_like_plain(run, needs_grad: bool = True, prepare: Callable[[nn.Module], Any] = lambda net: None):
     """`run(net, x)` does to a network what `net(x)` does: outcome, gradients and buffers. `prepare` changes both."""
     plain, ours = networks()
@@ -114,6 +109,7 @@ RUNS: dict[str, Callable] = {
     "a wrapped module": lambda net, x: checkpoint_wrapper(net)(x),
     "nested": lambda net, x: checkpoint(lambda x: net[3:](checkpoint(net[:3], x)), x),
     "CheckpointFunction": lambda net, x: CheckpointFunction.apply(net, 1, x, *net.parameters()),
+    "reentrant": lambda net, x: checkpoint(net, x, use_reentrant=True),
     "torch's keywords": lambda net, x: checkpoint(
         net, x, use_reentrant=False, preserve_rng_state=True, determinism_check="none", early_stop=True, debug=False
     ),

@@ -21,6 +21,17 @@ FAMILIES = {
     "bc": {"name": "densenet_bc_100_12", "block_config": (2, 1, 2), "growth_rate": 3, "num_init_features": 4},
     "imagenet": {"name": "densenet121", "block_config": (1, 2, 1, 1), "growth_rate": 4, "num_init_features": 6},
 }
+ACTIVATIONS = {
+    "identity": nn.Identity,
+    "relu": nn.ReLU,
+    "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "elu": lambda: nn.ELU(0.7),
+    "silu": nn.SiLU,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
+    "hardtanh": nn.ReLU6,
+    "mish": nn.Mish,
+}
 SIZES = {"basic": (9, 7), "bc": (9, 7), "imagenet": (69, 75)}
 Run = Callable[[Tensor], Tensor]
 RECOMPUTING = ("official", "checkpoint")
@@ -87,9 +98,10 @@ def freeze_parameters(model: nn.Module, trainable: Callable[[str], bool]) -> Non
 
 
 def assert_same_step(actual: nn.Module, expected: nn.Module, x: Tensor, tolerance: float = 1e-10) -> None:
-    """Outputs, input gradients and parameter gradients of one training step are close."""
+    """Outputs, gradients and, after the step, buffers of two models are close."""
     assert_same_values(actual, expected, x, tolerance)
     assert_same_gradients(actual, expected, tolerance)
+    assert_same_buffers(actual, expected, tolerance)
 
 
 def assert_same_values(actual: Run, expected: Run, x: Tensor, tolerance: float = 1e-10) -> tuple[Tensor, Tensor]:
@@ -167,7 +179,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     if name == "compiled":
         if not kernels.numba_supports(torch.empty(1)):
             pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
-        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.host.operations"), "TILE", tile)
+        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.host.tiling"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile)

@@ -1,29 +1,18 @@
-"""Activations other than ReLU: their formulas, and models that have them, in every engine and set of kernels."""
+"""Activations other than ReLU: their formulas, how they are read, and models that have them.
+
+`test_matches_plain` has their numbers.
+"""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_buffers, assert_same_step, random_images, small_model
+from helpers import ACTIVATIONS, assert_close
 from torch import nn
 
-from efficient_densenet import DenseNet, memory
+from efficient_densenet import DenseNet
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
-from efficient_densenet.models.layers import DenseLayer, Transition
-
-MODULES = {
-    "identity": nn.Identity,
-    "relu": nn.ReLU,
-    "leaky_relu": lambda: nn.LeakyReLU(0.2),
-    "elu": lambda: nn.ELU(0.7),
-    "silu": nn.SiLU,
-    "gelu": nn.GELU,
-    "gelu_tanh": lambda: nn.GELU("tanh"),
-    "hardtanh": nn.ReLU6,
-    "mish": nn.Mish,
-}
 
 
 @pytest.fixture
@@ -36,7 +25,7 @@ def double():
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", TABLE)
 def test_formulas_are_pytorchs_functions_and_their_derivatives(name):
-    module, definition = MODULES[name](), TABLE[name]
+    module, definition = ACTIVATIONS[name](), TABLE[name]
     z = torch.linspace(-30, 30, 30000).view(-1, 3).requires_grad_()
     spec, grad = spec_of(module), torch.randn(10000, 3)
     assert spec.name == name
@@ -53,34 +42,6 @@ def test_settings_are_read_from_modules_of_exactly_pytorchs_classes():
     assert spec_of(nn.ReLU6()) == spec_of(nn.Hardtanh(0, 6)) == ActivationSpec("hardtanh", 0, 6)
     assert spec_of(type("Mish", (nn.Mish,), {})()) is None
     assert spec_of(nn.Tanh()) is None
-
-
-def test_an_activation_with_weights_is_recomputed():
-    """No table has its weights: the best engine says why, and runs `checkpoint`; a stem, plain modules."""
-    choose._warned.clear()
-    plain = small_model("imagenet", activation="prelu", efficient=False)
-    model = copy.deepcopy(plain).set_engine(True)
-    x = random_images("imagenet")
-    with pytest.warns(UserWarning, match="found a PReLU inside a layer, where the shared engine takes activations wi"):
-        assert_same_step(model, plain, x)
-    assert_same_buffers(model, plain)
-    with pytest.raises(RuntimeError, match="found a PReLU inside a layer"):
-        model.set_engine("shared")(x)
-
-
-def _assert_same_second_derivatives(plain, shared, family):
-    results = []
-    for model in (plain, shared):
-        x = random_images(family).requires_grad_()
-        x.data.copy_(torch.linspace(-2, 2, x.numel()).view_as(x).sin())
-        inputs = [x, *model.parameters()]
-        grads = torch.autograd.grad(model(x).square().sum(), inputs, create_graph=True)
-        results.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), inputs, allow_unused=True))
-    largest = max(each.abs().max() for each in results[0] if each is not None)
-    for expected, actual in zip(*results, strict=True):
-        assert (expected is None) == (actual is None)
-        if expected is not None:
-            assert (expected - actual).abs().max() <= 1e-10 * largest
 
 
 @pytest.mark.parametrize("name", ["relu", "prelu", "gelu"])
@@ -115,36 +76,6 @@ def test_an_unknown_activation_is_refused():
         DenseNet(activation=lambda: 3)
 
 
-def _mixed(family: str, **overrides) -> DenseNet:
-    """A model in which no two neighbors have the same activation, and few the same constants."""
-    model = small_model(family, efficient=False, **overrides)
-    others = [lambda: nn.LeakyReLU(-0.3), lambda: nn.Hardtanh(-0.5, 2), lambda: nn.ELU(0.4)]
-    activations = itertools.cycle([*others, *(make for name, make in MODULES.items() if name != "relu")])
-    for module in model.modules():
-        if isinstance(module, DenseLayer):
-            module.relu1 = next(activations)()
-            if module.has_bottleneck:
-                module.relu2 = next(activations)()
-        elif isinstance(module, Transition):
-            module.relu = next(activations)()
-    return model
-
-
-@pytest.mark.parametrize("family", ["basic", "bc", "imagenet"])
-@pytest.mark.parametrize("option", [{"block_config": (3, 3)}, {"drop_rate": 0.3}, {"keep_bottleneck": True}])
-def test_activations_that_differ(family, option):
-    plain = _mixed(family, **option)
-    shared = copy.deepcopy(plain).set_engine("shared")
-    assert_same_step(shared, plain, random_images(family))
-    assert_same_buffers(shared, plain)
-
-
-@pytest.mark.parametrize("family", ["basic", "bc"])
-def test_second_derivatives_of_activations_that_differ(family):
-    plain = _mixed(family)
-    _assert_same_second_derivatives(plain, copy.deepcopy(plain).set_engine("shared"), family)
-
-
 @pytest.mark.parametrize("name", ["elu", "silu", "gelu", "mish"])
 def test_small_norm_weights_lose_no_digits(name):
     """The error of new features in float32, relative to their size, is at most twice plain's."""
@@ -159,16 +90,6 @@ def test_small_norm_weights_lose_no_digits(name):
         block = copy.deepcopy(model).set_engine(engine).float().features.denseblock1
         errors.append((block(x.float().requires_grad_())[:, 8:].double() - exact).norm() / exact.norm())
     assert errors[1] <= 2 * errors[0] + 2e-7
-
-
-@pytest.mark.exhaustive
-def test_the_memory_of_a_step_is_predicted():
-    x = torch.randn(16, 3, 32, 32)
-    for engine, tolerance in (("shared", 0.01), ("plain", 0.03)):
-        model = DenseNet(12, (6, 6), activation="silu", efficient=engine)
-        model(x).sum().backward()
-        peak = memory.tensor_peak(lambda model=model: model(x).sum().backward())
-        assert memory.predict(model, x.shape, loss=torch.Tensor.sum).tensor_peak == pytest.approx(peak, rel=tolerance)
 
 
 def test_a_new_forward_of_pytorchs_class_is_called(monkeypatch):

@@ -1,27 +1,28 @@
-"""Gradients through `checkpoint`: second derivatives, parameters that change, early stops."""
+"""Gradients through `checkpoint`: second derivatives, parameters that change, early stops, selective checkpointing."""
 
-from functools import partial
+import functools
 
 import pytest
 import torch
 from checkpoint_outcomes import (
     RUNS,
     CountingOperations,
+    assert_network_like_plain,
     assert_same_tensors,
     network,
     networks,
     plain_call,
     tensor,
 )
+from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
+from efficient_densenet._compilers import CHECKPOINTS_UPDATE_ONCE
 from efficient_densenet.checkpoint import checkpoint
 
-
-def _selective(net, x):
-    return checkpoint(net, x, context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]))
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("run", [RUNS[name] for name in ("a module", "nested", "CheckpointFunction")])
@@ -42,12 +43,23 @@ def test_gradient_penalty(run):
     assert_same_buffers(ours, plain)
 
 
+def _saving(*operations):
+    """A context_fn that saves the results of these operations."""
+    return functools.partial(create_selective_checkpoint_contexts, list(operations))
+
+
+CHANGING = {
+    "a module": checkpoint,
+    "nested": RUNS["nested"],
+    "selective": functools.partial(checkpoint, context_fn=_saving(aten.tanh.default)),
+}
+
+
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="needs top_saved_tensors_hooks")
-@pytest.mark.parametrize("run", [RUNS["a module"], RUNS["nested"], _selective])
-@pytest.mark.parametrize("change", ["a step", "a step of a part", "other parameters"])
-def test_parameters_changed_before_the_backward_are_an_error(change, run):
+@pytest.mark.parametrize(*grid(run=CHANGING, change=["a step", "a step of a part", "other parameters"], strength=1))
+def test_parameters_changed_before_the_backward_are_an_error(run, change):
     """A step after the backward of another loss, as in adversarial training: plain raises too."""
-    net, x = network(), tensor(5, 4).requires_grad_()
+    net, x, run = network(), tensor(5, 4).requires_grad_(), CHANGING[run]
     output = run(net, x)
     if change == "other parameters":
         for name in ("weight", "bias"):
@@ -62,6 +74,11 @@ def test_parameters_changed_before_the_backward_are_an_error(change, run):
         output.sum().backward()
 
 
+def _step(parameter):
+    with torch.no_grad():
+        parameter.sub_(0.1 * parameter.grad)
+
+
 def test_parameters_may_be_stepped_during_the_backward():
     """As fused optimizers do: the second layer has its step before the first is recomputed."""
     results = []
@@ -70,51 +87,19 @@ def test_parameters_may_be_stepped_during_the_backward():
         net, x = network(), tensor(5, 4).requires_grad_()
         for parameter in net.parameters():
             parameter.register_post_accumulate_grad_hook(_step)
-        first, second = _Part(net, slice(0, 3)), _Part(net, slice(3, 5))
-        run(second, run(first, x)).square().sum().backward()
+        run(net[3:], run(net[:3], x)).square().sum().backward()
         results.append([x.grad, *net.parameters()])
     assert_same_tensors(*results)
 
 
-def _step(parameter):
-    with torch.no_grad():
-        parameter.sub_(0.1 * parameter.grad)
-
-
-class _Part(nn.Module):
-    """Some layers of a network that has more."""
-
-    def __init__(self, net, part):
-        super().__init__()
-        self.net, self.part = net, part
-
-    def forward(self, x):
-        return self.net[self.part](x)
-
-
-class Counting(nn.Module):
-    """Counts its calls that return."""
-
-    def __init__(self, *layers):
-        super().__init__()
-        self.layers, self.finished = nn.Sequential(*layers).double(), []
-
-    def forward(self, x):
-        result = self.layers(x)
-        self.finished.append(None)
-        return result
-
-
 def test_what_follows_the_last_saved_tensor_is_not_recomputed_unless_torch_s_switch_says_so():
-    module, finished, products = Counting(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)), [], []
+    net, products = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double(), []
     for switched_on, options in ((True, {}), (True, {"early_stop": False}), (False, {})):
         with set_checkpoint_early_stop(switched_on):
-            output = checkpoint(module, tensor(2, 4), **options)
+            output = checkpoint(net, tensor(2, 4), **options)
         with CountingOperations() as operations:
             output.sum().backward()
-        finished.append(len(module.finished))
-        products.append(operations.counts[torch.ops.aten.addmm.default])
-    assert finished == [1, 3, 5]
+        products.append(operations.counts[aten.addmm.default])
     assert products == [1, 2, 2]
 
 
@@ -123,3 +108,63 @@ def test_reading_a_saved_tensor_outside_a_backward_updates_nothing():
     output = checkpoint(net, tensor(5, 4).requires_grad_())
     assert output.grad_fn._saved_mat1 is not None
     assert net[1].num_batches_tracked == 1
+
+
+# Selective checkpointing
+
+
+def test_a_dispatch_mode_sees_the_operations_of_the_function_and_no_others():
+    first, second = CountingOperations(), CountingOperations()
+    net = nn.Sequential(nn.BatchNorm1d(4).eval(), nn.Tanh()).double()  # whose buffers the recomputation copies
+    checkpoint(net, tensor(5, 4).requires_grad_() * 1, context_fn=lambda: (first, second)).sum().backward()
+    assert second.counts.keys() - first.counts.keys() <= {aten.detach.default}
+    assert aten.clone.default not in first.counts
+
+
+CHOICES = {"nothing": [], "several": [aten.addmm.default, aten.tanh.default]}
+
+
+@pytest.mark.parametrize(*grid(choice=CHOICES, early_stop=[True, False], nested=[False, True]))
+def test_selective_checkpointing_changes_no_number(choice, early_stop, nested):
+    """The network has a batch norm, a dropout and hooks, which fire as they do without selection, and whose operations
+    are not taken for those of the network."""
+    fired = []
+
+    def add_hooks(net):
+        net[2].register_forward_hook(lambda module, args, output: fired.append(output.tanh().mean().item()))
+        net[0].register_forward_hook(lambda module, args, output: output * 3 + output.tanh().mean())
+        net[4].register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(),))
+
+    options = {"context_fn": _saving(*CHOICES[choice]), "early_stop": early_stop}
+
+    def run(net, x):
+        if nested:
+            return checkpoint(lambda x: net[3:](checkpoint(net[:3], x, **options)), x, **options)
+        return checkpoint(net, x, **options)
+
+    assert_network_like_plain(run, prepare=add_hooks)
+    assert len(fired) == 2
+
+
+def test_chosen_operations_are_not_recomputed():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+    products = []
+    for options in ({}, {"context_fn": _saving(aten.addmm.default)}):
+        output = checkpoint(net, tensor(5, 4).requires_grad_(), **options)
+        with CountingOperations() as operations:
+            output.sum().backward()
+        products.append((operations.counts[aten.addmm.default], operations.counts[aten.tanh.default]))
+    assert products == [(2, 2), (0, 2)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.skipif(not CHECKPOINTS_UPDATE_ONCE, reason="compiled calls are not checkpointed by this compiler")
+def test_selective_checkpointing_compiled():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()).double()
+    x = tensor(5, 4)
+    (expected,) = torch.autograd.grad(net(x).square().sum(), [net[0].weight])
+    torch._dynamo.reset()
+    choose = _saving(aten.mm.default, aten.addmm.default)
+    compiled = torch.compile(lambda x: checkpoint(net, x, context_fn=choose), backend="aot_eager")
+    (actual,) = torch.autograd.grad(compiled(x).square().sum(), [net[0].weight])
+    assert_close(actual, expected)

@@ -83,24 +83,13 @@ def _partly_frozen() -> nn.Module:
     return model
 
 
-def _frozen_norms() -> nn.Module:
-    model = small_model("bc", efficient=False)
-    freeze_norms(model)
-    return model
-
-
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     **{family: lambda family=family: small_model(family, efficient=False) for family in FAMILIES},
-    "dropout, kept bottlenecks": lambda: small_model("bc", efficient=False, drop_rate=0.3, keep_bottleneck=True),
     "channels_last": lambda: small_model("bc", efficient=False).to(memory_format=torch.channels_last),
-    "convolutions with biases": lambda: add_conv_biases(small_model("bc", efficient=False)),
     "volumes with biases, dropout and kept bottlenecks": lambda: add_conv_biases(
         small_model("bc", efficient=False, dims=3, block_config=(2, 1), drop_rate=0.3, keep_bottleneck=True)
     ),
-    "frozen norms": _frozen_norms,
     "partly frozen": _partly_frozen,
-    "signals": lambda: small_model("bc", efficient=False, dims=1, block_config=(2, 1)),
-    "volumes": lambda: small_model("bc", efficient=False, dims=3, block_config=(2, 1)),
     "U-Net": lambda: FCDenseNet(3, (2, 2, 2), num_init_features=4, num_classes=2, efficient=False).double(),
     **{f"backbone, {maps}": lambda maps=maps: features(small_model("bc", efficient=False), maps=maps) for maps in MAPS},
 }
@@ -112,15 +101,15 @@ def _cases(names: Any) -> list:
 
 
 def _images_for(case: str) -> Tensor:
-    if case.startswith(("signals", "volumes")):
-        return torch.randn(3, 3, *(9, 8, 7)[: 1 if case == "signals" else 3], dtype=torch.double)
+    if case.startswith("volumes"):
+        return torch.randn(3, 3, 9, 8, 7, dtype=torch.double)
     x = random_images(case if case in FAMILIES else "bc")
     return x.to(memory_format=torch.channels_last) if case == "channels_last" else x
 
 
 @pytest.mark.parametrize("case", _cases(NETWORKS))
 def test_training_is_one_graph_of_stages_and_matches_plain(case):
-    """And nothing of a block is in the graph but its operator."""
+    """A block is its operator alone in the graph."""
     plain, names = NETWORKS[case](), []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -143,21 +132,6 @@ def test_other_engines_match_plain(engine):
     plain = small_model("bc", efficient=False)
     ours = with_engine(plain, engine)
     _train_alike(ours, plain, random_images("bc"), _compiled(ours, fullgraph=False))
-
-
-@pytest.mark.exhaustive
-def test_a_graph_break_inside_the_model_matches_plain():
-    """Outside of a graph the operators run as in eager code: a compiler does not look into them."""
-    plain = small_model("bc", efficient=False, block_config=(1, 1))
-    ours = with_engine(plain, "shared")
-    ours.features.transition1.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    compiled = torch.compile(lambda x: ours(x).square().sum().backward(), backend="aot_eager")
-    for batch in (2, 3, 4):
-        x = random_images("bc", batch)
-        compiled(x)
-        plain(x).square().sum().backward()
-    assert_same_gradients(ours, plain)
-    assert_same_buffers(ours, plain)
 
 
 def test_sizes_modes_engines_and_settings_changed_after_compiling_are_noticed():
@@ -285,22 +259,16 @@ def test_converting_an_author_s_attribute_and_restoring_after_compiling_are_noti
 
 @pytest.mark.exhaustive
 @needs_cpp
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_inductor_training_matches_plain(mode):
+def test_inductor_training_matches_plain():
     plain = small_model("bc", efficient=False, block_config=(1, 1))
     ours = with_engine(plain, "shared")
-    _train_alike(ours, plain, random_images("bc"), _compiled(ours, backend="inductor", mode=mode))
-
-
-def _on_gpu(efficient: bool | str) -> tuple[nn.Module, Tensor]:
-    model = small_model("bc", efficient=efficient).float().cuda()
-    return model, random_images("bc").float().cuda()
+    _train_alike(ours, plain, random_images("bc"), _compiled(ours, backend="inductor"))
 
 
 @needs_gpu
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune", "graphed callables"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "graphed callables"])
 def test_cuda_graphs_match_plain(mode):
-    plain, x = _on_gpu(False)
+    plain, x = small_model("bc", efficient=False).float().cuda(), random_images("bc").float().cuda()
     ours = copy.deepcopy(plain).set_engine("shared")
     if mode == "graphed callables":
         state = copy.deepcopy(ours.state_dict())

@@ -1,10 +1,10 @@
-"""The model's structure, initialization, hooks, and errors for invalid arguments."""
+"""The model's structure, initialization, and errors for invalid arguments."""
 
 import math
 
 import pytest
 import torch
-from helpers import MEMORY_EFFICIENT, random_images, small_model
+from helpers import MEMORY_EFFICIENT, small_model
 from torch import nn
 
 from efficient_densenet import DenseNet, create_model
@@ -21,11 +21,6 @@ def test_names_of_layers_and_stem():
     assert imagenet[-3:] == ["transition3", "denseblock4", "norm5"]
 
 
-@pytest.mark.parametrize("bn_size", [0, None])
-def test_no_bottleneck_where_bn_size_is_zero_or_none(bn_size):
-    assert not DenseNet(block_config=(1,), bn_size=bn_size).features.denseblock1.denselayer1.has_bottleneck
-
-
 def test_input_features_come_first():
     block = small_model("bc").features.denseblock1
     x = torch.randn(2, 4, 5, 5, dtype=torch.double)
@@ -40,7 +35,10 @@ def test_in_channels_classes_and_identity_head(engine):
     assert create_model("densenet_bc_100_12", num_classes=7)(torch.randn(2, 3, 8, 8)).shape == (2, 7)
 
 
-def test_memory_efficient_is_an_alias():
+def test_aliases():
+    """`memory_efficient` is `efficient`; without a bottleneck `bn_size` is 0 or None."""
+    for bn_size in (0, None):
+        assert not DenseNet(block_config=(1,), bn_size=bn_size).features.denseblock1.denselayer1.has_bottleneck
     assert DenseNet(block_config=(1,), memory_efficient=False).engine == "plain"
     assert DenseNet(block_config=(1,), memory_efficient="official").engine == "official"
 
@@ -72,14 +70,6 @@ def test_initialization(init, axis):
                 assert module.bias.eq(0).all()
 
 
-def test_a_backward_hook_alone_on_the_last_module_of_features():
-    model, grads = small_model("bc"), []
-    assert model.features[-1] is model.features.norm5
-    model.features[-1].register_full_backward_hook(lambda _m, _i, output: grads.append(output[0]))
-    model(random_images("bc")).sum().backward()
-    assert grads[0].abs().sum() > 0
-
-
 @pytest.mark.parametrize(
     ("small_inputs", "blocks", "smallest"), [(True, 1, 1), (True, 3, 4), (False, 1, 1), (False, 4, 29)]
 )
@@ -92,6 +82,20 @@ def test_smallest_input(small_inputs, blocks, smallest):
             message = f"found images of {smallest - 1}×{smallest}.*at least {smallest}×{smallest}"
             with pytest.raises(ValueError, match=message):
                 model(torch.randn(1, 3, smallest - 1, smallest))
+
+
+@pytest.mark.parametrize("efficient", [False, True, "shared"])
+@pytest.mark.parametrize(("small_inputs", "blocks", "enough"), [(True, 3, 8), (False, 1, 5), (False, 3, 29)])
+def test_a_batch_of_one_whose_last_map_is_a_pixel(small_inputs, blocks, enough, efficient):
+    """It has no variance."""
+    model = DenseNet(block_config=(1,) * blocks, small_inputs=small_inputs, efficient=efficient)
+    message = rf"found a batch of one of {enough - 1}×{enough - 1}, .*two images or more, or .* {enough}×{enough}"
+    with pytest.raises(ValueError, match=message):
+        model(torch.randn(1, 3, enough - 1, enough - 1))
+    assert model(torch.randn(1, 3, enough, enough)).isfinite().all()
+    assert model(torch.randn(2, 3, enough - 1, enough - 1)).isfinite().all()
+    model.features.eval()
+    assert model(torch.randn(1, 3, enough - 1, enough - 1)).isfinite().all()
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 32, 32), (3, 32, 32), (2, 3, 32)])

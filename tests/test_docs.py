@@ -1,53 +1,30 @@
 """README and docs: snippets run, commands are ones that exist, tables are what was measured, links lead somewhere.
 
 Python blocks of a page run in order in one namespace, in a temporary directory. Of a diff block the new side runs, and
-the old side parses. Commands of sh blocks are checked against the option parsers.
+the old side parses. Of commands of sh blocks the scripts exist, and the options are words of the sources.
 """
 
 import ast
 import configparser
+import importlib.util
 import re
 import shlex
 import types
-from dataclasses import fields
-from itertools import pairwise
 from pathlib import Path
 
-import checkpointing as checkpointing_benchmark
-import communication
-import gpu_counts
-import gpu_host
-import options as benchmark_options
-import plot
 import pytest
-import replicas
-import run as benchmark
 import table
 import torch
 import torchvision
-from methods import METHODS
 from torch import nn
-from torch.distributed.run import get_args_parser as torchrun_parser
-from training.options import Options
 
-from efficient_densenet import DenseNet, densenet121, doctor
+from efficient_densenet import DenseNet, densenet121
 from efficient_densenet.adapt import Report
-from efficient_densenet.memory import __main__ as memory_command
 
 ROOT = Path(__file__).parents[1]
 FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
 PAGES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS_OF_PAGES for path in (ROOT / folder).glob("*.md"))
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-BENCHMARKS = {
-    "run.py": benchmark.run,
-    "plot.py": plot.plot,
-    "table.py": table.table,
-    "checkpointing.py": checkpointing_benchmark.measure,
-    "gpu_counts.py": gpu_counts.count,
-    "gpu_host.py": gpu_host.measure,
-    "communication.py": communication.communication,
-    "replicas.py": replicas.overlap,
-}
 
 
 def blocks(page: str, *languages: str) -> list[tuple[str, str, int]]:
@@ -154,69 +131,38 @@ def commands(page: str) -> list[list[str]]:
     return found
 
 
-def check_module(name: str, words: list[str], config: pytest.Config) -> None:
-    if name == "pip":
-        check_pip(words)
-    elif name == "efficient_densenet.doctor":
-        doctor.parse(words)
-    elif name != "venv":
-        assert name == "pytest", name
-        for option, value in pairwise([*words, ""]):
-            if option == "-m" and value:
-                named = set(re.findall(r"\w+", value)) - {"not", "or", "and"}
-                assert named <= {marker.split(":")[0] for marker in config.getini("markers")}, value
-            elif option.startswith("--"):
-                config.getoption(option[2:].replace("-", "_"))  # which raises for one that pytest does not have
-            elif option.startswith("tests/"):
-                assert (ROOT / option).exists(), option
+def words_of_sources() -> set[str]:
+    """All words of the commands' sources, in which the names of their options are."""
+    folders = "benchmarks", "demos", "examples", "tests", "tools", "efficient_densenet"
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")]
+    return {word.replace("-", "_") for path in files for word in re.findall(r"\w+(?:-\w+)*", path.read_text())}
 
 
-def check_pip(words: list[str]) -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    assert words[0] == "install", words
-    for extras in re.findall(r"\[(.*?)\]", " ".join(words)):
-        assert set(extras.split(",")) <= set(setup["options.extras_require"]), words
-
-
-def options_of_examples(name: str = "*") -> set[str]:
-    """The options of a program, or of all, read from its text: its libraries are not installed everywhere."""
-    files = [*(ROOT / "examples").glob(f"{name}.py"), ROOT / "examples/common.py"]
-    return {option for file in files for option in re.findall(r'\badd\(\s*"--(\w+)"', file.read_text())}
-
-
-def check_script(script: Path, words: list[str]) -> None:
-    assert script.is_file(), script
-    given = {word[2:].partition("=")[0] for word in words if word.startswith("--")}
-    if script.name in BENCHMARKS and "--help" not in words:
-        _, named = benchmark_options.parse_arguments(BENCHMARKS[script.name], words)
-        if script.name == "run.py":
-            assert {name for name in str(named["methods"] or "plain").split(",") if name} <= set(METHODS)
-    elif script.parent.name == "examples":
-        assert given <= options_of_examples(script.stem), given
-    elif script.parent.name == "demos" and script.name != "predict.py":
-        known = {field.name for field in fields(Options)} | {"help"}
-        assert all(name in known or name.removeprefix("no") in known for name in given), (script, given)
+KNOWN = words_of_sources() | {"all_files", "dist", "index_url"}
+"""The options of pip, pre-commit and pytest's plugins are no words of ours."""
+TOOLS = "ruff", "pyright", "pre-commit", "pip", "efficient-densenet"
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
-def test_commands_exist_with_their_options(page, request):
+def test_commands_exist_with_their_options(page, pytestconfig):
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    markers = {marker.split(":")[0] for marker in pytestconfig.getini("markers")}
     for command, *words in commands(page):
         name = Path(command).name
-        if name == "torchrun":
-            launch = torchrun_parser().parse_args(words)
-            name, words = "python", [launch.training_script, *launch.training_script_args]
-        if name in ("python", "python3") and words[0] == "-m":
-            check_module(words[1], words[2:], request.config)
-        elif name in ("python", "python3"):
-            check_script(ROOT / words[0], words[1:])
-        elif name == "pip":
-            check_pip(words)
-        elif name == "bash":
-            assert (ROOT / words[0]).is_file(), words
-            assert all(word in (ROOT / words[0]).read_text() for word in words[1:]), words
+        if name in ("python", "python3", "torchrun") and words[0] == "-m":
+            _, module, *words = words
+            assert module in (*TOOLS, "venv", "pytest") or importlib.util.find_spec(module), module
+            named = [words[i + 1] for i, word in enumerate(words) if word == "-m" and module == "pytest"]
+            assert set(re.findall(r"\w+", " ".join(named))) <= {"not", "or", "and", *markers}, named
+        elif name in ("python", "python3", "torchrun", "bash"):
+            assert any((ROOT / word).is_file() for word in words), words
         else:
-            assert name in ("ruff", "pyright", "pre-commit"), command
+            assert name in TOOLS, command
+        options = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+        assert {option for option in options if option not in KNOWN and option.removeprefix("no") not in KNOWN} == set()
+        for listed in re.findall(r"(?:\.|efficient_densenet)\[(.*?)\]", " ".join(words)):
+            assert set(listed.split(",")) <= set(extras["options.extras_require"]), words
 
 
 def slugs(page: Path) -> set[str]:
@@ -236,16 +182,8 @@ def test_what_a_page_names_exists(page):
             place = (ROOT / page).parent / path if path else ROOT / page
             assert place.exists(), target
             assert not anchor or anchor in slugs(place), target
-    known = {field.name for field in fields(Options)} | {"top", "model", "dry-run", "help", "all-files", "check"}
-    known |= (
-        {"warmup"}
-        | options_of_examples()
-        | {name for each in BENCHMARKS.values() for name in each.__code__.co_varnames}
-    )
-    parsers = torchrun_parser(), memory_command.make_parser()
-    known |= {name.lstrip("-") for each in parsers for action in each._actions for name in action.option_strings}
-    for code in re.findall(r"`([^`]+)`", prose(page)):
-        assert set(re.findall(r"(?<!\S)--([\w-]+)", code)) <= known, code
+    options = set(re.findall(r"(?<!\S)--([\w-]+)", " ".join(re.findall(r"`([^`]+)`", prose(page)))))
+    assert {option for option in options if option.replace("-", "_") not in KNOWN} == set()
     for path in re.findall(r"`((?:[\w.]+/)+[\w.]*)`", prose(page)):
         if path.split("/")[0] not in ("train", "test", "val", "conv2_block1_1_conv", ".venv", "gpleiss", "csrhddlam"):
             homes = ROOT, ROOT / "efficient_densenet", ROOT / "efficient_densenet/kernels"

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torchvision
 from grids import grid
 from helpers import (
     assert_all_close,
@@ -18,14 +17,17 @@ from helpers import (
 )
 from torchvision.models import feature_extraction
 
-from efficient_densenet import create_model, features, restore_batchnorm
+from efficient_densenet import features
 from efficient_densenet.models.backbone import MAPS
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
 ENGINES = [True, "plain", "official", "checkpoint", "shared"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("engine", ["official", "shared"])
 def test_jit_trace(engine):
     model = small_model("bc", efficient=engine).eval()
@@ -36,8 +38,6 @@ def test_jit_trace(engine):
     assert "aten::contiguous" not in str(traced.inlined_graph)  # the memory format is that of each input
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 def test_jit_script_raises_and_names_alternatives():
     with pytest.raises(NotImplementedError, match=r"torch.jit.script.*use torch.export or torch.jit.trace"):
         torch.jit.script(small_model("bc"))
@@ -81,42 +81,6 @@ def test_onnx_export_of_a_trained_model_matches_plain():
     assert_close(torch.from_numpy(output), with_engine(model, "plain")(other_images).detach(), tolerance=1e-5)
 
 
-# Backbones
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("maps", [MAPS[-1], *(pytest.param(each, marks=pytest.mark.exhaustive) for each in MAPS[:-1])])
-def test_backbone_jit_trace_and_export(maps):
-    backbone = features(small_model("bc", efficient="shared"), maps=maps).eval()
-    batch = torch.export.Dim("batch", min=1, max=64)
-    exported = torch.export.export(backbone, (random_images("bc"),), dynamic_shapes=({0: batch},)).module()
-    x = random_images("bc", batch=3)
-    with torch.no_grad():
-        expected = backbone(x)
-        for outputs in (exported(x), torch.jit.trace(backbone, random_images("bc"))(x)):
-            assert_all_close(outputs, expected)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")
-def test_backbone_onnx_export():
-    for module in ("onnx", "onnxscript"):
-        pytest.importorskip(module)
-    runtime = pytest.importorskip("onnxruntime")
-    backbone = features(small_model("imagenet"), maps="normalised_rectified").float().eval()
-    onnx_program = torch.onnx.export(backbone, (random_images("imagenet").float(),), dynamo=True)
-    session = runtime.InferenceSession(onnx_program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    x = random_images("imagenet").float()
-    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    for a, b in zip(outputs, backbone(x), strict=True):
-        assert_close(torch.from_numpy(a), b.detach(), tolerance=1e-5)
-
-
-# torch.fx
-
-
 @pytest.mark.parametrize(*grid(engine=ENGINES, family=["bc", "basic", "imagenet"], strength=1))
 def test_fx_trace_matches_the_model(engine, family):
     model = small_model(family, efficient=engine)
@@ -134,11 +98,14 @@ def test_fx_trace_matches_the_model(engine, family):
 
 
 @pytest.mark.parametrize("maps", MAPS)
-def test_fx_trace_of_a_backbone_and_a_block(maps):
-    backbone = features(small_model("bc", efficient="shared"), maps=maps).eval()
-    x = random_images("bc", batch=2)
+def test_a_backbone_and_a_block_are_traced_and_exported(maps):
+    backbone, x = features(small_model("bc", efficient="shared"), maps=maps).eval(), random_images("bc", batch=3)
+    shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    exported = torch.export.export(backbone, (random_images("bc"),), dynamic_shapes=shapes).module()
+    traced, symbolic = torch.jit.trace(backbone, random_images("bc")), torch.fx.symbolic_trace(backbone)
     with torch.no_grad():
-        assert_all_close(torch.fx.symbolic_trace(backbone)(x), backbone(x))
+        for each in (exported, traced, symbolic):
+            assert_all_close(each(x), backbone(x))
         block, block_input = backbone.features.denseblock1, backbone.features.conv0(x)
         assert_close(torch.fx.symbolic_trace(block)(block_input), block(block_input))
 
@@ -156,26 +123,3 @@ def test_torchvision_feature_extractor(engine):
         assert_close(maps[name], expected)
     train, evaluation = feature_extraction.get_graph_node_names(model)
     assert train == evaluation
-
-
-CONFIG = {"growth_rate": 4, "block_config": (1, 2, 1, 1), "num_init_features": 8, "num_classes": 5}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_fx_quantization_matches_torchvision():
-    quantization = pytest.importorskip("torch.ao.quantization.quantize_fx")
-    from torch.ao.quantization import get_default_qconfig_mapping
-
-    torchvision_model = torchvision.models.DenseNet(**CONFIG)
-    model = create_model("densenet121", **CONFIG)
-    model.load_state_dict(torchvision_model.state_dict())
-    x, outputs = random_images("imagenet", batch=4).float(), []
-    for each in (torchvision_model, model, restore_batchnorm(copy.deepcopy(model))):
-        prepared = quantization.prepare_fx(each.eval(), get_default_qconfig_mapping("x86"), (x,))
-        prepared(x)
-        outputs.append(quantization.convert_fx(prepared)(x))
-    expected = torchvision_model(x)
-    assert torch.equal(outputs[2], outputs[0])
-    assert not torch.equal(outputs[0], expected)
-    # The package's own norms are not fused into the convolutions.
-    assert (outputs[1] - expected).abs().max() <= 2 * (outputs[0] - expected).abs().max()

@@ -1,16 +1,15 @@
 """A DenseNet as a backbone: its feature maps, their feature_info, and the model that it is taken from."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from grids import grid
 from helpers import (
+    FAMILIES,
     assert_all_close,
     assert_close,
-    assert_same_buffers,
     assert_same_gradients,
     random_images,
     small_model,
@@ -20,10 +19,9 @@ from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model, features
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.models.backbone import MAPS, FeatureInfo
+from efficient_densenet.models.backbone import MAPS
 
 INDICES = [None, (1, 2), (0, 3), (2,), (0,), 1, (-1, 1)]
-NUM_MAPS = {"bc": 4, "basic": 4, "imagenet": 5}
 
 
 def _reference_maps(model: DenseNet, x: Tensor, maps: str) -> list[Tensor]:
@@ -47,64 +45,48 @@ def _reference_maps(model: DenseNet, x: Tensor, maps: str) -> list[Tensor]:
     return outputs
 
 
-def _step(run, model: nn.Module, x: Tensor, chosen=None) -> list[Tensor]:
+def _step(run, x: Tensor) -> list[Tensor]:
     """The maps and the input's gradient, where each map contributes a different gradient."""
-    model.zero_grad()
+    torch.manual_seed(1)
     x = x.detach().requires_grad_()
-    outputs = run(x) if chosen is None else [run(x)[i] for i in chosen]
+    outputs = run(x)
     sum(((i + 1) * y).sin().sum() for i, y in enumerate(outputs)).backward()
     return [*(y.detach() for y in outputs), x.grad]
 
 
-@pytest.mark.parametrize(*grid(family=["bc", "imagenet"], engine=["plain", "shared"], maps=MAPS))
-def test_maps_and_gradients_match_plain(family, engine, maps):
+@pytest.mark.parametrize(*grid(family=["bc", "imagenet"], maps=MAPS, out_indices=INDICES))
+def test_chosen_maps_and_gradients_match_plain(family, maps, out_indices):
     full_model = small_model(family, efficient=False, drop_rate=0.1)
-    backbone = features(with_engine(full_model, engine), maps=maps)
+    backbone = features(with_engine(full_model, "shared"), out_indices, maps=maps)
+    chosen, count = backbone.feature_info.out_indices, len(FAMILIES[family]["block_config"]) + 1
+    if out_indices is None:
+        assert list(chosen) == list(range(count))
     x = random_images(family, batch=3)
-    for _ in range(2):
-        torch.manual_seed(1)
-        actual = _step(backbone, backbone, x)
-        torch.manual_seed(1)
-        expected = _step(partial(_reference_maps, full_model, maps=maps), full_model, x)
-        assert len(actual) == NUM_MAPS[family] + 1
-        assert_all_close(actual, expected)
-        assert_same_gradients(backbone, full_model)
+
+    def reference(x: Tensor) -> list[Tensor]:
+        maps_of_all_stages = _reference_maps(full_model, x, maps)
+        return [maps_of_all_stages[i] for i in chosen]
+
+    assert_all_close(_step(backbone, x), _step(reference, x))
+    assert_same_gradients(backbone, full_model)
     for name, buffer in backbone.named_buffers():
         assert_close(buffer, full_model.get_buffer(name))
-
-
-@pytest.mark.parametrize(*grid(out_indices=INDICES, maps=MAPS, strength=1))
-def test_every_parameter_of_a_backbone_gets_a_gradient(out_indices, maps):
-    full_model = small_model("bc", efficient=False)
-    backbone = features(with_engine(full_model, "shared"), out_indices, maps=maps)
-    chosen = backbone.feature_info.out_indices
-    x = random_images("bc", batch=3)
-    actual, expected = (
-        _step(backbone, backbone, x),
-        _step(partial(_reference_maps, full_model, maps=maps), full_model, x, chosen),
-    )
-    assert_all_close(actual, expected)
     with_grad = {name for name, p in full_model.named_parameters() if p.grad is not None}
     assert with_grad == dict(backbone.named_parameters()).keys()  # parameters without a gradient are removed
-    assert_same_gradients(backbone, full_model)
 
 
 @pytest.mark.parametrize("maps", MAPS)
 @pytest.mark.parametrize("family", ["bc", "basic", "imagenet"])
 def test_feature_info_describes_the_maps(family, maps):
     model = small_model(family, features_only=True, maps=maps).eval()
-    info, x = model.feature_info, random_images(family, batch=1)
-    outputs, seen = model(x), {}
+    info, x, seen = model.feature_info, random_images(family, batch=1), {}
     for name in info.module_name():
         model.get_submodule(name).register_forward_hook(lambda *args, name=name: seen.update({name: args[2]}))
-    for y, repeated, channels, reduction, name in zip(
-        outputs, model(x), info.channels(), info.reduction(), info.module_name(), strict=True
-    ):
-        assert_close(y, repeated)
-        assert torch.equal(repeated, F.relu(seen[name]) if name.endswith("norm5") else seen[name])
+    described = zip(info.channels(), info.reduction(), info.module_name(), strict=True)
+    for y, (channels, reduction, name) in zip(model(x), described, strict=True):
+        assert torch.equal(y, F.relu(seen[name]) if name.endswith("norm5") else seen[name])
         assert y.shape[1] == channels
-        sides = [-(-side // reduction) if family == "imagenet" else side // reduction for side in x.shape[2:]]
-        assert all(abs(actual - side) <= 1 for actual, side in zip(y.shape[2:], sides, strict=True))
+        assert all(abs(actual - side / reduction) <= 1 for actual, side in zip(y.shape[2:], x.shape[2:], strict=True))
     assert model.num_features == info.channels()[-1]
 
 
@@ -120,9 +102,8 @@ def test_maps_and_feature_info_match_timm(out_indices):
     assert_all_close(backbone(x), reference(x))
     assert backbone.feature_info.channels() == reference.feature_info.channels()
     assert backbone.feature_info.reduction() == reference.feature_info.reduction()
-    # timm's norm0 contains the ReLU
     names = [name.replace("relu0", "norm0") for name in backbone.feature_info.module_name()]
-    assert names == reference.feature_info.module_name()
+    assert names == reference.feature_info.module_name()  # timm's norm0 contains the ReLU
     assert backbone.feature_info.channels(2) == reference.feature_info.channels(2)
     assert backbone.feature_info.get_dicts(["num_chs"], [0, 1]) == reference.feature_info.get_dicts(["num_chs"], [0, 1])
     assert len(backbone.feature_info) == len(reference.feature_info)
@@ -156,9 +137,9 @@ def test_features_does_not_change_the_model():
     backbone = features(full_model, (1, 2), maps="normalised_rectified")
     assert backbone.features.denseblock1 is full_model.features.denseblock1
     assert backbone.features.transition2.norm is full_model.features.transition2.norm
-    training = [name for name, module in backbone.named_modules() if module.training]
-    assert training == ["features.denseblock1.denselayer1.norm2"]
-    backbone.eval()(random_images("bc"))
+    in_training = [name for name, module in backbone.named_modules() if module.training]
+    assert in_training == ["features.denseblock1.denselayer1.norm2"]
+    backbone.eval()(x)
     assert not calls
     assert_close(full_model(x).detach(), before)
     assert list(full_model.state_dict()) == keys
@@ -166,26 +147,6 @@ def test_features_does_not_change_the_model():
     with torch.no_grad():
         backbone.features.conv0.weight.zero_()
     assert full_model.features.conv0.weight.abs().sum() == 0
-
-
-@pytest.mark.parametrize("engine", ["plain", "shared"])
-@pytest.mark.parametrize("maps", MAPS)
-def test_hooks_fire_once_with_the_values_of_plain(maps, engine):
-    plain = small_model("bc", efficient=False, features_only=True, maps=maps)
-    backbone, seen = with_engine(plain, engine), ([], [])
-    module_names = ["", "features", "features.transition1", "features.transition1.conv", "features.denseblock2"]
-    for model, calls in zip((backbone, plain), seen, strict=True):
-        for module_name in module_names:
-            hook = lambda _m, _i, output, calls=calls, module_name=module_name: calls.append((module_name, output))  # noqa: E731
-            model.get_submodule(module_name).register_forward_hook(hook)
-    x = random_images("bc", batch=3)
-    assert_all_close(_step(backbone, backbone, x), _step(plain, plain, x))
-    assert_same_gradients(backbone, plain)
-    assert_same_buffers(backbone, plain)
-    assert [module_name for module_name, _ in seen[0]] == [module_name for module_name, _ in seen[1]]
-    assert sorted(module_name for module_name, _ in seen[0]) == sorted(module_names)
-    for (_, a), (_, b) in zip(*seen, strict=True):
-        assert_all_close(*((y,) if isinstance(y, Tensor) else y for y in (a, b)))
 
 
 @pytest.mark.parametrize(("maps", "allowed"), [("raw", 0.02), ("timm", 0.02), ("normalised_rectified", 0.6)])
@@ -199,12 +160,8 @@ def test_memory_of_returned_maps(maps, allowed):
         torch.autograd.backward(model(x), grads)
 
     x = torch.randn(4, 3, 32, 32)
-    model = create_model(
-        "densenet_bc_100_12", efficient="shared", block_config=(8, 8, 8), features_only=True, maps=maps
-    )
-    last_map_only = features(
-        create_model("densenet_bc_100_12", efficient="shared", block_config=(8, 8, 8)), (3,), maps=maps
-    )
+    settings = {"efficient": "shared", "block_config": (8, 8, 8), "features_only": True, "maps": maps}
+    model, last_map_only = (create_model("densenet_bc_100_12", **settings, out_indices=each) for each in (None, (3,)))
     grads = [torch.randn_like(y) for y in model(x)]  # allocated by the caller, not counted
     map_bytes = sum(grad.numel() * grad.element_size() for grad in grads[:-1])
     peaks = []
@@ -225,6 +182,8 @@ def test_invalid_arguments_and_whole_model_methods_raise():
         features(small_model("bc"), maps="all")
     with pytest.raises(TypeError, match="found a Linear, but features takes a DenseNet of this package"):
         features(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="output_stride is 3, but must be one of 4, 8, 16, 32"):
+        small_model("imagenet", output_stride=3)
     with pytest.raises(ValueError, match="only a model with features_only=True returns maps"):
         small_model("bc", out_indices=(1,))
     backbone = small_model("bc", features_only=True)
@@ -279,25 +238,3 @@ def test_output_stride_replaces_stride_by_dilation(stride):
         assert all(abs(actual - side / reduction) < 1 for actual, side in zip(y.shape[2:], x.shape[2:], strict=True))
     dilations = [getattr(dilated.features, f"denseblock{i}").denselayer1.conv2.dilation[0] for i in (1, 2, 3, 4)]
     assert dilations == {8: [1, 1, 2, 4], 16: [1, 1, 1, 2], 32: [1, 1, 1, 1]}[stride]
-
-
-def test_dilated_block_matches_the_strided_one():
-    """Every second pixel of a dilated block's output is what the usual block computes of every second pixel."""
-    usual = small_model("bc", efficient=False).eval()
-    dilated = small_model("bc", efficient=False, output_stride=2).eval()
-    dilated.load_state_dict(usual.state_dict())
-    halved = torch.randn(2, usual.features.transition2.conv.out_channels, 5, 4, dtype=torch.double)
-    upsampled = torch.zeros(2, halved.shape[1], 10, 8, dtype=torch.double)
-    upsampled[:, :, ::2, ::2] = halved
-    actual = dilated.features.denseblock3(upsampled)[:, :, ::2, ::2]
-    assert_close(actual, usual.features.denseblock3(halved))
-
-
-def test_invalid_output_stride_raises():
-    with pytest.raises(ValueError, match="output_stride is 3, but must be one of 4, 8, 16, 32"):
-        small_model("imagenet", output_stride=3)
-
-
-def test_feature_info_without_a_model():
-    info = FeatureInfo([{"num_chs": 8, "reduction": 2, "module": "a"}], [0])
-    assert (info.channels(), info.reduction(0), info.module_name([0])) == ([8], 2, ["a"])

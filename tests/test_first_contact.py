@@ -5,7 +5,6 @@ The comparison runs through Triton's interpreter here. Its process, and the devi
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -210,60 +209,46 @@ def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
 
 
 STARTED = check_on_device.STARTED
-FAULTS = [
-    (0, _verdict("conv3x3_forward differs by 1"), None, "conv3x3_forward differs by 1"),
-    (-6, STARTED, None, "the comparison ended with status -6: LLVM ERROR: no"),
-    (-11, STARTED, None, "the comparison ended with status -11"),
-]
-UNCERTAIN = [
-    (0, _verdict(lacks="CUDA out of memory"), None, "CUDA out of memory"),
-    (0, _verdict(device="another GPU"), None, "finds another GPU in the place of a GPU"),
-    (0, "", None, "ended with status 0"),  # as where the parent ignores SIGCHLD
-    (-11, "", None, "ended with status -11"),  # before it has started to compare
-    (-9, STARTED, None, "ended with status -9"),
-    (0, check_on_device.VERDICT + "{", None, "could not be run"),
-    (0, "", subprocess.TimeoutExpired("check", 1), "timed out"),
-    (0, "", OSError("no such file"), "could not be run"),
-]
+FAULTS = {
+    "conv3x3_forward differs by 1": (0, _verdict("conv3x3_forward differs by 1"), None),
+    "the comparison ended with status -6: LLVM ERROR: no": (-6, STARTED, None),
+}
+UNCERTAIN = {
+    "CUDA out of memory": (0, _verdict(lacks="CUDA out of memory"), None),
+    "finds another GPU in the place of a GPU": (0, _verdict(device="another GPU"), None),
+    "ended with status 0": (0, "", None),  # as where the parent ignores SIGCHLD
+    "ended with status -11": (-11, "", None),  # before it has started to compare
+    "ended with status -9": (-9, STARTED, None),
+    "could not be run": (0, check_on_device.VERDICT + "{", None),
+    "timed out": (0, "", subprocess.TimeoutExpired("check", 1)),
+}
 
 
-@pytest.mark.parametrize(("returncode", "stdout", "error", "found"), [*FAULTS, *UNCERTAIN])
-def test_a_fault_is_remembered_and_what_says_nothing_of_the_kernels_is_not(returncode, stdout, error, found, contact):
-    certain = (returncode, stdout, error, found) in FAULTS
-    contact.returncode, contact.stdout, contact.error, contact.stderr = returncode, stdout, error, "LLVM ERROR: no\n"
-    cause = "of what a comparison has found" if certain else "they could not be compared"
+@pytest.mark.parametrize("found", FAULTS | UNCERTAIN)
+def test_a_fault_is_remembered_and_what_says_nothing_of_the_kernels_is_not(found, contact):
+    contact.returncode, contact.stdout, contact.error = (FAULTS | UNCERTAIN)[found]
+    contact.stderr = "LLVM ERROR: no\n"
+    cause = "of what a comparison has found" if found in FAULTS else "they could not be compared"
     with pytest.warns(UserWarning, match=f"^PyTorch's operations.* on a GPU, since {cause}: .*{found}"):
         assert not first_contact.may_run(GPU, torch.float32)
     assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
     contact.returncode, contact.stdout, contact.error = 0, _verdict(), None
-    if certain:
+    if found in FAULTS:
         with pytest.warns(UserWarning, match="Please report"):
             assert not _in_another_process()
     else:
         assert _in_another_process()
-    assert contact.starts == (1 if certain else 2)
+    assert contact.starts == (1 if found in FAULTS else 2)
 
 
-@pytest.mark.parametrize(("mode", "runs"), [("trust", True), ("off", False)])
-def test_the_user_decides(mode, runs, contact, monkeypatch):
-    monkeypatch.setenv(first_contact.VARIABLE, mode)
-    assert first_contact.may_run(GPU, torch.float32) == runs
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(kernels, "has_triton", lambda device: True)
-    kernels_of_all = "Triton, unchecked" if runs else "PyTorch's operations"
-    assert f"  bfloat16: {kernels_of_all}" in list(doctor.report(compare=True))
+def test_the_user_decides(contact, monkeypatch):
+    for mode in "trust", "off":
+        monkeypatch.setenv(first_contact.VARIABLE, mode)
+        assert first_contact.may_run(GPU, torch.float32) == (mode == "trust")
     assert contact.starts == 0
     monkeypatch.setenv(first_contact.VARIABLE, "yes")
     with pytest.raises(ValueError, match="EFFICIENT_DENSENET_TRITON is 'yes', but must be one of check, trust, off"):
         first_contact.may_run(GPU, torch.float32)
-
-
-def test_a_system_without_unix_users_keeps_nothing(contact, monkeypatch):
-    monkeypatch.delattr(os, "geteuid")
-    assert first_contact.may_run(GPU, torch.float32)
-    assert _in_another_process()
-    assert contact.starts == 2
 
 
 def test_traced_tensors_start_no_comparison(contact):
@@ -288,19 +273,13 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
 @pytest.mark.parametrize("seconds", [1, -9])
 def test_a_comparison_that_never_ends_is_ended(seconds, monkeypatch):
     """It ends itself or, where it cannot or has not started yet, is ended ten seconds later."""
-
-    def start(module, *arguments, **options):
-        started.append(python_process_start(Path(__file__).stem, *arguments, **options))
-        return started[-1]
-
-    started, python_process_start = [], python_process.start
-    monkeypatch.setattr(python_process, "start", start)
+    command = python_process.command
+    monkeypatch.setattr(python_process, "command", lambda module, *words: command(Path(__file__).stem, *words))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(first_contact, "SECONDS", seconds)
     verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
     assert not verdict.certain
     assert "timed out" in verdict.fault or (seconds > 0 and "ended with status 1" in verdict.fault)
-    assert started[0].poll() is not None
 
 
 def main(*arguments: str) -> None:
@@ -358,6 +337,8 @@ def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
     with pytest.warns(UserWarning, match="out of memory"):
         lines = list(doctor.report(compare=True))
     assert any(line.endswith("since the Triton kernels could not be compared: CUDA out of memory") for line in lines)
+    monkeypatch.setenv(first_contact.VARIABLE, "trust")
+    assert "  bfloat16: Triton, unchecked" in list(doctor.report(compare=True))
 
 
 def test_the_doctor_runs_without_a_gpu_and_compiles_the_kernels_of_a_model(monkeypatch, capsys):

@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_buffers, assert_same_gradients
-from torch import Tensor
-from training.data.augment import Transform, generator_for
+from samples import global_batch, tiny_trainer
+from training.data.augment import generator_for
 from training.distributed import DistributedContext
 from training.freezing import freeze_parameters, set_training_modes
-from training.loop import Trainer
 from training.memory_estimate import RunMemory
 from training.options import parse
 
@@ -23,51 +22,28 @@ TRAINED: dict[str | None, tuple[str, ...]] = {
     "0": ("features.denseblock", "features.transition1", "features.norm5", "classifier"),
     None: ("",),
 }
-"""By the value of --freeze: how the names begin of what is trained."""
-
-
-def _trainer(engine: str, freeze: str | None) -> Trainer:
-    torch.manual_seed(0)
-    model = DenseNet(4, (2, 1), num_init_features=6, efficient=engine).double()
-    freeze_parameters(model, freeze)
-    options = parse({"batch_size": 12, "weights": "any", "freeze": freeze}, engine)
-    transform = Transform((120.0,) * 3, (60.0,) * 3, padding=1, horizontal_flip=True)
-    return Trainer(model, transform, options, DistributedContext(0, 1, torch.device("cpu")))
-
-
-def _batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(5)
-    image = {"size": (12, 3, 8, 8), "dtype": torch.uint8}
-    return [
-        (torch.randint(256, generator=generator, **image), torch.randint(10, (12,), generator=generator))
-        for _ in range(3)
-    ]
-
-
-def _train(trainer: Trainer) -> None:
-    for step, (images, labels) in enumerate(_batches()):
-        trainer.step(images, labels, 12, 0.1, (0, 1, step))
+"""By the value of --freeze, the beginnings of the names that are trained."""
 
 
 @pytest.mark.parametrize("freeze", TRAINED)
 @pytest.mark.parametrize("engine", ["plain", "shared", "checkpoint"])
-def test_the_steps_are_those_of_a_plain_loop_on_what_is_trained(engine, freeze):
-    """Against SGD as a user would write it; what is frozen stays bit for bit, its statistics too."""
-    trainer = _trainer(engine, freeze)
+def test_the_steps_are_those_of_a_plain_loop_on_the_trained_parts(engine, freeze):
+    """Against SGD as a user would write it; frozen parameters and statistics stay bit for bit."""
+    trainer = tiny_trainer(engine, DistributedContext(0, 1, torch.device("cpu")), freeze=freeze)
     reference = copy.deepcopy(trainer.model).set_engine("plain")
     before = copy.deepcopy(reference.state_dict())
     trained = [name for name, _ in reference.named_parameters() if name.startswith(TRAINED[freeze])]
     parameters = [reference.get_parameter(name) for name in trained]
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-    for step, (images, labels) in enumerate(_batches()):
-        transform = trainer.transform
-        augmented = transform.augment(images, transform.sample_params(12, generator_for(0, 1, step)))
+    (images, labels), transform = global_batch(), trainer.transform
+    for step in range(3):
+        augmented = transform.augment(images, transform.sample_params(len(images), generator_for(0, 1, step)))
         for name, module in reference.named_modules():
             module.training = name.startswith(TRAINED[freeze])
         optimizer.zero_grad()
         F.cross_entropy(reference(transform.normalize(augmented, torch.float64)), labels).backward()
         optimizer.step()
-    _train(trainer)
+        trainer.step(images, labels, len(images), 0.1, (0, 1, step))
     assert_same_gradients(trainer.model, reference, 1e-9)
     assert_same_buffers(trainer.model, reference, 1e-9)
     for name, tensor in trainer.model.state_dict().items():

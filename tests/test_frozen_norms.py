@@ -10,11 +10,10 @@ from frozen_norms import CLASSES, Buffers, ConstantInForward, TorchvisionNorm, n
 from helpers import assert_same_step, nodes_of, random_images, small_model, with_engine
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet import make_efficient
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import is_norm, parts_of
 from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.memory import tensor_peak
 from efficient_densenet.norms.frozen import eps_of, is_frozen_batch_norm
 
 
@@ -32,25 +31,21 @@ class OfVectors(Buffers):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_which_classes_are_frozen_norms(cls):
+def test_classes_that_are_frozen_norms(cls):
     norm = CLASSES[cls](3)
     assert is_frozen_batch_norm(norm)
     assert is_norm(norm)
     assert eps_of(norm) == {"constant in forward": 1e-3, "without eps": 0.0}.get(cls, 1e-5)
 
 
-def test_which_classes_are_not():
-    assert not is_frozen_batch_norm(nn.BatchNorm2d(3).eval())
-    assert not is_frozen_batch_norm(ConstantInForward(3))  # another name
-    for base in (Halved, OfVectors):
-        assert not is_frozen_batch_norm(named(base)(3))
-    trainable = named(ConstantInForward)(3)
+def test_classes_that_are_not():
+    trainable, missing = named(ConstantInForward)(3), named(ConstantInForward)(3)
     del trainable.weight
     trainable.weight = nn.Parameter(torch.ones(3))
-    assert not is_frozen_batch_norm(trainable)
-    missing = named(ConstantInForward)(3)
     missing.running_var = None
-    assert not is_frozen_batch_norm(missing)
+    of_another_name = ConstantInForward(3)
+    for norm in (nn.BatchNorm2d(3).eval(), of_another_name, named(Halved)(3), named(OfVectors)(3), trainable, missing):
+        assert not is_frozen_batch_norm(norm)
 
 
 def test_norms_that_normalize_otherwise_are_told_apart():
@@ -82,15 +77,3 @@ def test_torchvision_s_densenet_with_frozen_norms_is_converted():
     assert [change.engine for change in make_efficient(model).changed] == ["shared"] * 3
     assert "SharedStage" in nodes_of(model.features(x))
     assert_same_step(model, plain, x)
-
-
-def test_memory_with_frozen_norms_is_that_with_norms_in_eval_mode():
-    model, peaks, x = DenseNet(8, (6, 6), num_init_features=8), {}, torch.randn(4, 3, 32, 32)
-    frozen = replace_norms(copy.deepcopy(model), TorchvisionNorm)
-    models = {"frozen": frozen, "plain": with_engine(frozen, "plain"), "eval": model.eval()}
-    for name, each in models.items():
-        for parameter in each.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        peaks[name] = tensor_peak(lambda each=each: each(x).sum().backward())
-    assert peaks["frozen"] <= 1.02 * peaks["eval"]
-    assert peaks["frozen"] < 0.5 * peaks["plain"]

@@ -2,32 +2,25 @@
 
 import copy
 import importlib
-import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from grids import grid
+from grids import pairwise
 from helpers import (
+    ACTIVATIONS,
     add_conv_biases,
     assert_all_close,
-    assert_close,
     assert_same_buffers,
     freeze_norms,
     small_model,
     with_engine,
 )
-from test_activations import MODULES
 from torch import Tensor, nn
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import forward
-from efficient_densenet.kernels import portable
-from efficient_densenet.kernels.activations import RELU_SPEC
-from efficient_densenet.kernels.interface import INV_STD, MEAN, BatchNormAffine, StatisticsOutput
 from efficient_densenet.kernels.max_pooling import MaxPool
-from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 pytest.importorskip("triton", reason="needs Triton")
 triton_operations = importlib.import_module("efficient_densenet.kernels.triton_gpu.host.operations")
@@ -41,10 +34,10 @@ POOL = MaxPool([3, 3], [2, 2], [1, 1], [1, 1], False)
 
 @pytest.fixture
 def fused_stems(monkeypatch) -> list[bool]:
-    """Let the Triton kernels run every stem, as on a GPU; notes each forward and backward. None is left to portable.
+    """Lets the Triton kernels run every stem, as on a GPU, and notes each forward and backward.
 
-    Products are exact on a GPU too, where the errors of TF32 would hide those of the kernels; and tiles are large: the
-    interpreter's time is that of the operations, whatever the size of what they operate on.
+    Products are exact on a GPU too, where the errors of TF32 would hide those of the kernels. Tiles are large: the
+    interpreter's time is that of the operations, whatever the size of their operands.
     """
     ran = []
 
@@ -70,7 +63,7 @@ def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    *grid(
+    *pairwise(
         size=[(31, 17), (23, 40), (9, 8)],
         batch=[1, 3],
         memory_format=FORMATS,
@@ -85,7 +78,7 @@ def test_errors_are_at_most_twice_plain_s(
     size, batch, memory_format, weight_format, frozen, bias, autocast, activation, fused_stems
 ):
     exact = small_model("imagenet", efficient=False, block_config=(1,))
-    exact.features.relu0 = MODULES[activation]()
+    exact.features.relu0 = ACTIVATIONS[activation]()
     exact.to(DEVICE, memory_format=weight_format)
     if bias:
         add_conv_biases(exact, "conv0").to(DEVICE)
@@ -108,37 +101,6 @@ def test_errors_are_at_most_twice_plain_s(
     assert_same_buffers(ours, plain, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "frozen"),
-    [("conv0.weight", False), ("conv0.bias", True), ("norm0.weight", True), ("norm0.bias", False), ("x", True)],
-)
-def test_one_tensor_alone_requires_a_gradient(name, frozen, fused_stems):
-    plain = add_conv_biases(small_model("imagenet", efficient=False, block_config=(1,)), "conv0").float()
-    if frozen:
-        freeze_norms(plain, "norm0")
-    plain.to(DEVICE).requires_grad_(False)
-    inputs, grads = torch.randn(2, 3, 19, 13, device=DEVICE), []
-    for model in (with_engine(plain, "shared"), plain):
-        x = inputs.clone()
-        tensor = (x if name == "x" else model.features.get_parameter(name)).requires_grad_()
-        grads += torch.autograd.grad(model(x).sum(), tensor)
-    assert fused_stems == [True, True]
-    assert_close(grads[0], grads[1], 1e-5)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="torch's own synchronized norms run on a GPU")
-@pytest.mark.usefixtures("process_group_of_one")
-def test_synchronized_norms(fused_stems):
-    plain = small_model("imagenet", efficient=False, block_config=(1,)).float()
-    ours = with_engine(plain, "shared")
-    synchronize_norms(ours, None)
-    x = torch.randn(3, 3, 17, 16)
-    found, expected = _step(ours, x), _step(plain, x)
-    assert fused_stems == [True, True]
-    assert_all_close(found, expected, 1e-5)
-    assert_same_buffers(ours, plain, 1e-6)
-
-
 REFUSED = {
     "a dilated pooling": (POOL._replace(dilation=[1, 2]), (2, 64, 8, 8)),
     "a large window": (POOL._replace(kernel_size=[6, 5]), (2, 64, 64, 64)),
@@ -149,39 +111,17 @@ REFUSED = {
 }
 
 
-def test_which_stems_are_fused():
+def test_stems_that_the_kernels_refuse():
     assert triton_stem.supports(torch.Size([2, 64, 4, 4]), POOL)
     for what, (pool, shape) in REFUSED.items():
         assert not triton_stem.supports(torch.Size(shape), pool), what
 
 
-@pytest.mark.parametrize("refused", ["a dilated pooling", "a large window", "volumes"])
-def test_other_stems_take_portable_s_operations(refused):
-    pool, (_, channels, *size) = REFUSED[refused]
-    z, statistics = torch.randn(2, channels, *size, device=DEVICE), torch.zeros(3, channels, device=DEVICE)
-    results = []
-    for kernel_set in (triton_operations, portable):
-        values, matrix = z.clone(), statistics.clone()
-        kernel_set.image_statistics(values, StatisticsOutput(matrix, 1e-5))
-        weight, bias = torch.ones_like(matrix[0]), torch.zeros_like(matrix[0])
-        norm = BatchNormAffine(weight, bias, matrix[INV_STD], matrix[MEAN])
-        output = kernel_set.norm_activation_max_pool(values, norm, RELU_SPEC, pool, torch.float32)
-        arguments = torch.ones_like(output), values, norm, RELU_SPEC, pool
-        indices, grads = kernel_set.norm_activation_max_pool_reduce(*arguments)
-        count = values[:, 0].numel()
-        kernel_set.norm_activation_max_pool_backward(arguments[0], indices, values, norm, RELU_SPEC, pool, grads, count)
-        results.append([output, *grads[:2], values])
-    for found, expected in zip(*results, strict=True):
-        assert_close(found, expected, 1e-5)
-
-
-@pytest.mark.parametrize("ceil_mode", [False, True])
-def test_the_pooled_size_is_pytorch_s(ceil_mode):
-    for kernel_size, stride, padding, dilation in itertools.product([1, 2, 3, 5], [1, 2, 3], [0, 1, 2], [1, 2]):
-        pool = MaxPool([kernel_size], [stride], [padding], [dilation], ceil_mode)
-        for size in range(1, 12) if 2 * padding <= kernel_size else ():
-            try:
-                expected = F.max_pool1d(torch.empty(1, 1, size), *(each[0] for each in pool[:4]), ceil_mode).shape[2]
-            except RuntimeError:
-                expected = 0
-            assert max(0, *pool.pooled_size([size])) == expected, (pool, size)
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(3, 2, 1, (1, 2)), nn.MaxPool2d((6, 5), 2, 1), nn.MaxPool3d(3, 2, 1)])
+def test_other_stems_take_portable_s_operations(pool, monkeypatch):
+    monkeypatch.setattr(forward, "kernels_for", lambda x, **options: triton_operations)
+    dims = 3 if isinstance(pool, nn.MaxPool3d) else 2
+    plain = small_model("imagenet", efficient=False, block_config=(1,), dims=dims).float().to(DEVICE)
+    plain.features.pool0 = pool
+    x = torch.randn(2, 3, *[15] * dims, device=DEVICE)
+    assert_all_close(_step(with_engine(plain, "shared"), x), _step(plain, x), 1e-5)

@@ -17,46 +17,78 @@ from helpers import (
 from torch import Tensor, nn
 
 from efficient_densenet.engine import choose
+from efficient_densenet.models.backbone import MAPS
 
-NAMES = ["", "features", "features.denseblock1", "features.denseblock3", "features.transition1", "features.norm5"]
 HOOK_TYPES = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
+BLOCKS = ["features.denseblock1", "features.denseblock3", "features.transition1"]
+STEM = ["conv0", "norm0", "relu0", "pool0"]
+PLACES: dict[str, tuple[dict, list[str]]] = {
+    "network": ({"family": "bc", "drop_rate": 0.1}, ["", "features", *BLOCKS, "features.norm5"]),
+    **{
+        f"stem, {name}": ({"family": "imagenet"}, [f"features.{name}"]) for name in ("conv0", "norm0", "relu0", "pool0")
+    },
+    "last norm": ({"family": "bc"}, ["features.norm5"]),
+    **{
+        f"backbone, {maps}": (
+            {"family": "bc", "features_only": True, "maps": maps},
+            ["", "features", *BLOCKS, "features.transition1.conv"],
+        )
+        for maps in MAPS
+    },
+}
+"""Settings of a network, and its modules with hooks."""
 
 
 def _tensors(*values) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value.detach().clone()
-        elif isinstance(value, tuple):
+        elif isinstance(value, (tuple, list)):
             yield from _tensors(*value)
 
 
-def test_all_hooks_at_once_and_after_their_removal():
-    """Each fires once with plain's values."""
-    plain = small_model("bc", efficient=False, drop_rate=0.1)
-    efficient = with_engine(plain, "shared")
-    seen, handles = [[], []], []
-    for model, calls in zip((efficient, plain), seen, strict=True):
-        for module_name in NAMES:
+class _OneOutput(nn.Module):
+    """A network whose maps are joined."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.network(x)
+        return outputs if isinstance(outputs, Tensor) else torch.cat([each.flatten() for each in outputs])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_hooks_of_all_types_and_their_removal(place):
+    settings, names = PLACES[place]
+    plain = small_model(**settings, efficient=False)
+    if place.startswith("stem"):
+        plain.features.relu0.inplace = False  # autograd refuses a backward hook on an in-place ReLU and before it
+    models, seen, handles = [with_engine(plain, "shared"), plain], [[], []], []
+    for model, calls in zip(models, seen, strict=True):
+        for module_name in names:
             for hook_type in HOOK_TYPES:
 
                 def record(module, *values, calls=calls, name=f"{hook_type} of {module_name}"):
                     calls.append((name, list(_tensors(*values))))
 
                 handles.append(getattr(model.get_submodule(module_name), f"register_{hook_type}")(record))
-    assert_same_step(efficient, plain, random_images("bc"))
+    x = random_images(settings["family"])
+    assert_same_step(*map(_OneOutput, models), x)
     assert sorted(name for name, _ in seen[0]) == sorted(name for name, _ in seen[1])
-    assert len(seen[0]) == len(NAMES) * len(HOOK_TYPES)
+    assert len(seen[0]) == len(names) * len(HOOK_TYPES)
     expected = dict(seen[1])
     for name, values in seen[0]:
         for actual, value in zip(values, expected[name], strict=True):
             assert_close(actual, value)
     for handle in handles:
         handle.remove()
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert len(seen[0]) == len(NAMES) * len(HOOK_TYPES)
+    assert_same_step(*map(_OneOutput, models), x)
+    assert len(seen[0]) == len(names) * len(HOOK_TYPES)
 
 
-@pytest.mark.parametrize("module_name", NAMES)
+@pytest.mark.parametrize("module_name", ["", "features", *BLOCKS, "features.norm5"])
 def test_hooks_may_replace_values(module_name):
     plain = small_model("bc", efficient=False)
     efficient = with_engine(plain, "shared")
@@ -66,7 +98,6 @@ def test_hooks_may_replace_values(module_name):
         module.register_forward_hook(lambda module, args, output: output + 0.25)
         module.register_full_backward_hook(lambda module, grads, _: (grads[0] * 3,))
     assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
 
 
 def _sgd_step(parameter: Tensor) -> None:
@@ -96,34 +127,23 @@ def test_hooks_of_parameters_and_of_features(engine):
         assert expected.grad is None or not torch.equal(actual, old)
 
 
-class NestedStep(nn.Module):
-    """Runs a forward and backward of a model inside a hook of another one."""
-
-    def __init__(self, inner: nn.Module, x: Tensor) -> None:
-        super().__init__()
-        self.inner, self.x = inner, x
-
-    def forward(self, *_) -> None:
-        self.inner(self.x).square().sum().backward()
-
-
 def test_training_step_within_forward_and_backward_hooks():
+    """A hook of one model runs a forward and a backward of another."""
     plain, other = small_model("bc", efficient=False), small_model("bc", efficient=False)
-    x = random_images("bc", 2)
-    steps = []
+    x, steps = random_images("bc", 2), []
     for engine in ("shared", "plain"):
         model, inner = with_engine(plain, engine), with_engine(other, engine)
-        nested = NestedStep(inner, x)
-        model.features.denseblock2.register_forward_hook(lambda *_, nested=nested: nested())
+        nested = lambda *_, inner=inner: inner(x).square().sum().backward()  # noqa: E731
+        model.features.denseblock2.register_forward_hook(nested)
         torch.manual_seed(2)
         loss = model(random_images("bc")).square().sum()
-        handle = model.features.transition2.register_full_backward_hook(lambda *_, nested=nested: nested())
+        handle = model.features.transition2.register_full_backward_hook(nested)
         loss.backward()
         handle.remove()
         steps.append((model, inner))
-    assert_same_gradients(steps[0][0], steps[1][0])
-    assert_same_gradients(steps[0][1], steps[1][1])
-    assert_same_buffers(steps[0][0], steps[1][0])
+    for actual, expected in zip(*steps, strict=True):
+        assert_same_gradients(actual, expected)
+        assert_same_buffers(actual, expected)
 
 
 def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):

@@ -40,23 +40,16 @@ def blocks_of(family: str) -> int:
     return len(FAMILIES[family]["block_config"])
 
 
-@pytest.mark.parametrize(*grid(family=FAMILIES, engine=[True, "shared"], context=CONTEXTS, strength=1))
-def test_values_and_buffers_are_those_of_plain(family, engine, context):
-    plain, x = small_model(family, efficient=False), random_images(family)
+@pytest.mark.parametrize(*grid(family=FAMILIES, engine=[True, "shared"], context=CONTEXTS, maps=[False, True]))
+def test_values_and_buffers_are_those_of_plain(family, engine, context, maps):
+    plain, x = small_model(family, efficient=False, features_only=maps), random_images(family)
     ours = with_engine(plain, engine)
     with CONTEXTS[context]():
         for training in (True, False):  # the first updates running statistics
-            assert_close(ours.train(training)(x), plain.train(training)(x))
+            outputs = [model.train(training)(x) for model in (ours, plain)]
+            assert_all_close(*(outputs if maps else ([each] for each in outputs)))
             assert_same_buffers(ours, plain)
         assert num_stages(ours, x) == blocks_of(family)
-
-
-def test_feature_maps():
-    plain = small_model("imagenet", efficient=False, features_only=True).eval()
-    ours, x = with_engine(plain, True), random_images("imagenet")
-    with torch.no_grad():
-        assert_all_close(ours(x), plain(x))
-        assert num_stages(ours, x) == blocks_of("imagenet")
 
 
 def test_frozen_parameters_need_no_context():
@@ -74,30 +67,20 @@ def test_converted_models(name):
         assert num_stages(ours, x) == 3
 
 
-@pytest.mark.parametrize("engine", ["plain", "official", "checkpoint"])
-def test_another_engine_runs_plain_modules(engine):
-    with torch.no_grad():
-        assert num_stages(small_model("bc", efficient=engine), random_images("bc")) == 0
-
-
-def test_other_kernels_run_plain_modules(monkeypatch):
-    use_kernels(monkeypatch, "portable", 1 << 22)
-    with torch.no_grad():
-        assert num_stages(small_model("bc"), random_images("bc")) == 0
-
-
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
-def test_bfloat16_runs_the_engine_where_the_processor_multiplies_it(monkeypatch, operand):
+def test_where_plain_modules_run(monkeypatch, operand):
+    """With another engine or other kernels, and in precisions whose products the processor lacks."""
     model, x = small_model("bc").float().eval(), random_images("bc").float()
     products = importlib.import_module("efficient_densenet.kernels.numba_cpu.host.products")
     monkeypatch.setattr(products, "product_of", lambda dtype: products.Product(operand, None))
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert num_stages(model, x) == (blocks_of("bc") if operand is torch.bfloat16 else 0)
-
-
-def test_autocast_to_float16_runs_plain_modules():
-    model, x = small_model("bc").float().eval(), random_images("bc").float()
-    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert num_stages(model, x) == (blocks_of("bc") if operand is torch.bfloat16 else 0)
+        with torch.autocast("cpu", torch.float16):
+            assert num_stages(model, x) == 0
+        for engine in ("plain", "official", "checkpoint"):
+            assert num_stages(with_engine(model, engine), x) == 0
+        use_kernels(monkeypatch, "portable", 1 << 22)
         assert num_stages(model, x) == 0
 
 

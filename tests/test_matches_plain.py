@@ -2,6 +2,7 @@
 in low precision. Outputs, all gradients, gradients of gradients and buffers."""
 
 import copy
+import itertools
 import statistics
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from frozen_norms import CLASSES, replace_norms
 from grids import grid, sampled
 from helpers import (
+    ACTIVATIONS,
     FAMILIES,
     KERNELS,
     RECOMPUTING,
@@ -23,12 +25,11 @@ from helpers import (
     use_kernels,
     with_engine,
 )
-from test_activations import MODULES as ACTIVATIONS
 from torch import Tensor, nn
 
 from efficient_densenet import FCDenseNet
 from efficient_densenet.models.backbone import MAPS
-from efficient_densenet.models.layers import DenseLayer
+from efficient_densenet.models.layers import DenseLayer, Transition
 
 SIZES = {1: (33,), 2: (33, 38), 3: (27, 26, 25)}
 SMALL_SIZES = {1: (23,), 2: (9, 7), 3: (6, 8, 9)}  # in bfloat16, plain's own gradients are wrong at a depth of 2
@@ -69,7 +70,7 @@ def _valid(engine, family, dims, frozen, biases, keep, batch, maps, dilated, tra
         _valid,
         engine=[*KERNELS, *RECOMPUTING],
         family=[*FAMILIES, "U-Net"],
-        activation=[name for name in ACTIVATIONS if name != "identity"],
+        activation=[*(name for name in ACTIVATIONS if name != "identity"), "mixed"],
         dims=[1, 2, 3],
         batch=[1, 2, 5],
         channels_last=[False, True],
@@ -105,7 +106,7 @@ def test_matches_plain(
     if isinstance(engine, tuple):
         use_kernels(monkeypatch, *engine)
         engine = "shared"
-    settings = {"dims": dims, "drop_rate": drop_rate, "activation": ACTIVATIONS[activation]}
+    settings = {"dims": dims, "drop_rate": drop_rate, "activation": ACTIVATIONS.get(activation, "relu")}
     if family == "U-Net":
         plain = FCDenseNet(3, (2, 1, 2), num_init_features=4, num_classes=2, efficient=False, **settings).double()
         add_conv_biases(plain)
@@ -114,6 +115,8 @@ def test_matches_plain(
         settings |= {"features_only": maps is not None, **({"maps": maps} if maps else {})}
         settings |= {"output_stride": 8 if family == "imagenet" else 2} if dilated else {}
         plain = small_model(family, efficient=False, **settings)
+    if activation == "mixed":
+        mix_activations(plain)
     for name, layer in plain.named_modules():
         if isinstance(layer, DenseLayer) and layer.has_bottleneck:
             layer.norm2.eps, layer.keep_bottleneck = 0.1, keep is True or (keep and name.endswith("layer2"))
@@ -137,6 +140,16 @@ def test_matches_plain(
         assert_all_close(_step(efficient, x, x_needs_grad, penalty), _step(plain, x, x_needs_grad, penalty), 1e-9)
     assert_same_gradients(efficient, plain, 1e-9 if penalty else 1e-10)  # large terms cancel
     assert_same_buffers(efficient, plain)
+
+
+def mix_activations(model: nn.Module) -> None:
+    """Give neighbors different activations, or the same one with different constants."""
+    makers = [lambda: nn.LeakyReLU(-0.3), lambda: nn.Hardtanh(-0.5, 2), lambda: nn.ELU(0.4), *ACTIVATIONS.values()]
+    activations = itertools.cycle(makers)
+    for module in list(model.modules()):
+        for name in ("relu", "relu1", "relu2") if isinstance(module, (DenseLayer, Transition)) else ():
+            if name in module._modules:
+                setattr(module, name, next(activations)())
 
 
 def _step(model: nn.Module, x: Tensor, x_needs_grad: bool, penalty: bool) -> list[Tensor]:

@@ -44,12 +44,12 @@ def first_use(monkeypatch, tmp_path):
 def started(monkeypatch):
     """The kernels for which processes are started."""
 
-    def start(module, dtype, *names):
+    def command(module, dtype, *names):
         found.append(names)
-        return python_process_start(module, dtype, *names)
+        return command_of(module, dtype, *names)
 
-    found, python_process_start = [], python_process.start
-    monkeypatch.setattr(python_process, "start", start)
+    found, command_of = [], python_process.command
+    monkeypatch.setattr(python_process, "command", command)
     return found
 
 
@@ -75,23 +75,17 @@ def test_all_kernels_are_compiled(monkeypatch):
     assert {*compile_ahead._requests(torch.float32)} == defined | {"gemm"}
 
 
-def sleeping(*_):
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+@pytest.mark.parametrize("program", ["import time; time.sleep(600)", "raise SystemExit(1)", None])
+def test_whatever_processes_fail_to_compile_is_compiled_here(program, first_use, monkeypatch):
+    def start(*arguments, **streams):
+        if program is None:
+            raise OSError("no more processes")
+        started.append(popen([sys.executable, "-c", program]))
+        return started[-1]
 
-
-def failing(*_):
-    return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
-
-
-def not_starting(*_):
-    raise OSError("no more processes")
-
-
-@pytest.mark.parametrize("start", [sleeping, failing, not_starting])
-def test_whatever_processes_fail_to_compile_is_compiled_here(start, first_use, monkeypatch):
-    started = []
-    monkeypatch.setattr(python_process, "start", lambda *_: started.append(start()) or started[-1])
-    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 0 if start is sleeping else 60)
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(compile_ahead, "_MOST_SECONDS", 0)
     assert first_use()
     assert stored() == set(NAMES)
     assert all(process.poll() is not None for process in started)

@@ -22,7 +22,6 @@ from kernel_operations import (
     check_is_portable,
     check_non_finite,
     check_variance_far_from_zero,
-    fill_scratch_with_nan,
     is_case,
 )
 
@@ -38,9 +37,9 @@ from efficient_densenet.memory import tensor_peak
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, launch, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
+operations, launch, tiling, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
     "numba_cpu",
-    *("operations", "launch", "compile_ahead", "memory", "vector_math"),
+    *("operations", "launch", "tiling", "compile_ahead", "memory", "vector_math"),
     *("products", "gemm", "gemm_amx", "processor"),
 )
 import amx_model  # noqa: E402  (it needs Numba)
@@ -64,7 +63,7 @@ def arithmetic(request, monkeypatch):
         return
     if name == "avx512_bf16" and not processor.has(name):
         pytest.skip(f"this processor has no {name}")
-    for module in (operations, launch):
+    for module in (tiling, launch):
         monkeypatch.setattr(module, "product_of", lambda dtype: PRODUCTS[name])
     cached = launch.gemm_address_for, launch.address
     for each in cached:
@@ -105,6 +104,12 @@ def _case(size, dtype, **options) -> Case:
     return Case(*size, dtype, **options)
 
 
+def _fill_scratch_with_nan(monkeypatch):
+    """A kernel must have written whatever it reads in its scratch memory."""
+    new_scratch = operations.new_scratch
+    monkeypatch.setattr(operations, "new_scratch", lambda *arguments: new_scratch(*arguments).fill_(math.nan))
+
+
 @pytest.mark.parametrize(
     *sampled(
         lambda operation, arithmetic, **case: (
@@ -127,8 +132,8 @@ def test_every_operation(
     operation, arithmetic, size, setting, activation, dilation, padding, tile, threads, num_threads, monkeypatch
 ):
     num_threads(threads)
-    monkeypatch.setattr(operations, "TILE", tile)
-    fill_scratch_with_nan(monkeypatch)
+    monkeypatch.setattr(tiling, "TILE", tile)
+    _fill_scratch_with_nan(monkeypatch)
     options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
     check(operations, operation, _case(size, arithmetic, **options))
 
@@ -138,7 +143,7 @@ def test_every_operation(
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if "conv" in name])
 @pytest.mark.parametrize("size", SIZES)
 def test_every_operation_by_amx(operation, size, arithmetic, monkeypatch):
-    fill_scratch_with_nan(monkeypatch)
+    _fill_scratch_with_nan(monkeypatch)
     if is_case(operation, size):
         check(operations, operation, _case(size, arithmetic))
 

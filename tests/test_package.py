@@ -28,6 +28,7 @@ OPTIONAL = [
     "triton",
     "scipy",
     "safetensors",
+    "huggingface_hub",
 ]
 """What parts of the package use where it is installed."""
 
@@ -63,6 +64,9 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
     required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
     assert [each for each in required if "extra ==" not in each] == ["torch>=2.6"]
     assert f"\nVersion: {efficient_densenet.__version__}\n" in metadata
+    (scripts,) = (name for name in names if name.endswith("/entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"\nefficient-densenet = efficient_densenet.__main__:main\n" in archive.read(scripts)
 
 
 def test_the_wheel_alone_trains_and_importing_it_does_nothing_else(wheel, tmp_path):

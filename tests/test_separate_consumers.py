@@ -2,19 +2,22 @@
 
 import copy
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from helpers import assert_all_close, assert_same_buffers, assert_same_gradients, assert_same_values, plan_stage
+from helpers import assert_same_buffers, assert_same_gradients, assert_same_values, plan_stage
 from test_parts import CONSUMERS, Block, randomized
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseNet
+from efficient_densenet import DenseNet, convert_batchnorm
 from efficient_densenet.engine import choose
 from efficient_densenet.memory import tensor_peak
 
 SIZE = (3, 4, 7, 6)
+Run = Callable[[Tensor], Tensor]
 
 
 def _run_block(block: nn.Module, x: Tensor) -> Tensor:
@@ -27,38 +30,9 @@ def _run_consumer(consumer: nn.Module, x: Tensor) -> Tensor:
     return output
 
 
-def _ours(block: nn.Module, consumer: nn.Module, x: Tensor, change=lambda features: features) -> Tensor:
-    return _run_consumer(consumer, change(_run_block(block, x)))
-
-
-def _plain(block: nn.Module, consumer: nn.Module, x: Tensor, change=lambda features: features) -> Tensor:
-    return consumer(change(block(x)))
-
-
-def _compare(block: nn.Module, consumer: nn.Module, ours=_ours, theirs=_plain) -> None:
-    """Outputs, gradients and buffers of two ways to run copies of the modules."""
-    pairs = [(copy.deepcopy(block), copy.deepcopy(consumer)) for _ in range(2)]
-    runs = [lambda x, pair=pair, run=run: run(*pair, x) for pair, run in zip(pairs, (ours, theirs), strict=True)]
-    assert_same_values(*runs, torch.randn(*SIZE, dtype=torch.double))
-    for actual, expected in zip(*pairs, strict=True):
-        assert_same_gradients(actual, expected)
-        assert_same_buffers(actual, expected)
-
-
-@pytest.mark.parametrize("setting", ["mode", "eps"])
-def test_a_consumer_that_normalizes_otherwise(setting):
-    block, after = randomized(Block(), CONSUMERS["transition"]())
-    if setting == "mode":
-        after.eval()
-    else:
-        after[0].eps = 1e-2
-    _compare(block, after)
-
-
 def _changed_unseen(features: Tensor) -> Tensor:
     with torch.no_grad():
-        features.mul_(2)
-    return features
+        return features.mul_(2)
 
 
 def _changed_part(features: Tensor) -> Tensor:
@@ -71,87 +45,57 @@ def _changed_data(features: Tensor) -> Tensor:
     return features
 
 
-CHANGES = {
-    "in place": lambda features: features.add_(1),
-    "in place unseen by autograd": _changed_unseen,
-    "a part in place": _changed_part,
-    "other data": _changed_data,
-    "a view": lambda features: features.view_as(features),
-    "a part": lambda features: torch.cat([features[:, :5], features[:, 5:] * 2], 1),
-    "detached": lambda features: features.detach().requires_grad_(),
+def _twice(block: Run, after: Run, x: Tensor) -> Tensor:
+    features = block(x)
+    return torch.cat([(after(features) * 2 + after(features).square()).flatten(), features.exp().flatten()])
+
+
+def _after_the_block_s_backward(block: Run, after: Run, x: Tensor) -> Tensor:
+    """The block's features are freed before the consumer could find them."""
+    block(x).sum().backward()
+    features = block(x)
+    features.square().sum().backward(retain_graph=True)
+    return after(features)
+
+
+def _each_checkpointed(block: Run, after: Run, x: Tensor) -> Tensor:
+    return torch_checkpoint(after, torch_checkpoint(block, x, use_reentrant=False), use_reentrant=False)
+
+
+USES: dict[str, Callable[[Run, Run, Tensor], Tensor]] = {
+    "nothing between": lambda block, after, x: after(block(x)),
+    "in place": lambda block, after, x: after(block(x).add_(1)),
+    "in place unseen by autograd": lambda block, after, x: after(_changed_unseen(block(x))),
+    "a part in place": lambda block, after, x: after(_changed_part(block(x))),
+    "other data": lambda block, after, x: after(_changed_data(block(x))),
+    "a view": lambda block, after, x: after(block(x)[:]),
+    "detached": lambda block, after, x: after(block(x).detach().requires_grad_()) + x.sum(),
+    "twice": _twice,
+    "after the block's backward": _after_the_block_s_backward,
+    "each checkpointed": _each_checkpointed,
+}
+PREPARATIONS = {
+    "alike": lambda after: None,
+    "another mode": lambda after: after.eval(),
+    "another eps": lambda after: setattr(after[0], "eps", 1e-2),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_features_that_were_changed_between(change):
-    block, after = randomized(Block(), CONSUMERS["transition"]())
-    if change == "detached":  # the block gets no gradient, then
-        block.requires_grad_(False)
-        runs = [
-            lambda x, run=run: run(block, after.eval(), x, CHANGES[change]).square().sum() for run in (_ours, _plain)
-        ]
-        x, parameters = torch.randn(*SIZE, dtype=torch.double), list(after.parameters())
-        assert_all_close(*(torch.autograd.grad(run(x), parameters) for run in runs))
-        return
-    _compare(block, after, *(lambda *args, run=run: run(*args, CHANGES[change]) for run in (_ours, _plain)))
-
-
-def _twice(run_block, run_consumer):
-    def run(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-        features = run_block(block, x)
-        return run_consumer(consumer, features) * 2 + run_consumer(consumer, features).square()
-
-    return run
-
-
-def _features_too(run_block, run_consumer):
-    def run(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-        features = run_block(block, x)
-        return torch.cat([run_consumer(consumer, features).flatten(), features.exp().flatten()])
-
-    return run
-
-
-def _after_the_block_s_backward(run_block, run_consumer):
-    """The block's features are freed before the consumer could find them."""
-
-    def run(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-        run_block(block, x).sum().backward()
-        features = run_block(block, x)
-        features.square().sum().backward(retain_graph=True)
-        return run_consumer(consumer, features)
-
-    return run
-
-
-@pytest.mark.parametrize("use", [_twice, _features_too, _after_the_block_s_backward])
-def test_uses(use):
-    block, after = randomized(Block(), CONSUMERS["transition"]())
-    _compare(block, after, use(_run_block, _run_consumer), use(lambda b, x: b(x), lambda c, x: c(x)))
-
-
-@pytest.mark.parametrize("around", ["block and consumer", "each"])
-def test_inside_torch_s_checkpoint(around):
-    block, after = randomized(Block(), CONSUMERS["transition"]())
-
-    def ours(block: nn.Module, consumer: nn.Module, x: Tensor) -> Tensor:
-        if around == "each":
-            features = torch_checkpoint(_run_block, block, x, use_reentrant=False)
-            return torch_checkpoint(_run_consumer, consumer, features, use_reentrant=False)
-        return torch_checkpoint(_ours, block, consumer, x, use_reentrant=False)
-
-    _compare(block, after, ours)
-
-
-def test_features_that_hooks_pack_are_not_unpacked_for_a_consumer():
-    block, after = randomized(Block(), CONSUMERS["transition"]())
-    unpacked = []
-    hooks = torch.clone, lambda tensor: unpacked.append(tensor) or tensor
-    with torch.autograd.graph.saved_tensors_hooks(*hooks):
-        output = _ours(block, after, torch.randn(*SIZE, dtype=torch.double, requires_grad=True))
-        assert not unpacked
-    output.sum().backward()
-    assert unpacked
+@pytest.mark.parametrize(
+    ("use", "prepare"), [*((use, "alike") for use in USES), *(("nothing between", other) for other in PREPARATIONS)]
+)
+def test_uses(use, prepare):
+    block, after = map(convert_batchnorm, randomized(Block(), CONSUMERS["transition"]()))
+    PREPARATIONS[prepare](after)
+    ours, plain = copy.deepcopy((block, after)), (block, after)
+    runs = [
+        partial(USES[use], partial(_run_block, ours[0]), partial(_run_consumer, ours[1])),
+        partial(USES[use], *plain),
+    ]
+    assert_same_values(*runs, torch.randn(*SIZE, dtype=torch.double))
+    for actual, expected in zip(ours, plain, strict=True):
+        assert_same_gradients(actual, expected)
+        assert_same_buffers(actual, expected)
 
 
 def test_the_features_are_freed_in_the_backward():
@@ -169,13 +113,9 @@ def test_the_features_are_freed_in_the_backward():
         gc.enable()
 
 
-def _hooked(transition: nn.Module) -> None:
-    transition[2].register_forward_hook(lambda *_: None)
-
-
 REFUSED = {
     "nothing to train": (lambda transition: transition.requires_grad_(False), lambda x: x),
-    "a hook": (_hooked, lambda x: x),
+    "a hook": (lambda transition: transition[2].register_forward_hook(lambda *_: None), lambda x: x),
     "another convolution": (lambda t: t.__setitem__(2, nn.Conv2d(13, 6, 3, padding=1).double()), lambda x: x),
     "another activation": (lambda transition: transition.__setitem__(1, nn.Tanh()), lambda x: x),
     "no norm": (lambda transition: transition.__setitem__(0, nn.ReLU()), lambda x: x),

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    assert_all_close,
     assert_same_buffers,
     assert_same_step,
     nodes_of,
     random_images,
-    results_of,
     small_model,
     use_kernels,
     with_engine,
@@ -21,7 +19,7 @@ from torch import nn
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels import row_tiles
-from efficient_densenet.memory import saved_bytes, tensor_peak
+from efficient_densenet.memory import tensor_peak
 
 
 @pytest.mark.parametrize("kernels", [("portable", 2000), ("compiled", 50)])
@@ -38,17 +36,6 @@ def test_bottleneck_widths_may_differ_within_a_block(widths, kernels, monkeypatc
     efficient = copy.deepcopy(plain.double())
     efficient.engine = choose.parse("shared")
     assert_same_step(efficient, plain, torch.randn(4, 6, 9, 7, dtype=torch.double))
-    assert_same_buffers(efficient, plain)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_eps_may_be_an_integer(dtype):
-    plain = small_model("bc", efficient=False).to(dtype)
-    for norm in (module for module in plain.modules() if isinstance(module, nn.BatchNorm2d)):
-        norm.eps = 1
-    x = random_images("bc").to(dtype)
-    found, expected = (results_of(model, x) for model in (with_engine(plain, "shared"), plain))
-    assert_all_close(found, expected, 1e-10 if dtype == torch.float64 else 1e-5)
 
 
 def _outcome(model, x) -> str | torch.Tensor:
@@ -79,7 +66,6 @@ def test_momentum_of_each_norm():
     efficient = with_engine(plain, "shared")
     for batch in (2, 7, 3):
         assert_same_step(efficient, plain, random_images("bc", batch))
-    assert_same_buffers(efficient, plain)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -94,9 +80,7 @@ def test_norms_without_some_buffers(absent, momentum):
     for layer in (plain.features.denseblock1.denselayer1, plain.features.denseblock2.denselayer1):
         if absent == "all":
             layer.norm1 = nn.BatchNorm2d(layer.norm1.num_features, track_running_stats=False).double()
-    efficient = with_engine(plain, "shared")
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
 def test_norms_of_two_precisions_update_each_their_own():
@@ -108,60 +92,6 @@ def test_norms_of_two_precisions_update_each_their_own():
     for model in (ours, plain):
         model(x).sum().backward()
     assert_same_buffers(ours, plain, tolerance=2e-2)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda transition: setattr(transition.pool, "ceil_mode", True),
-        lambda transition: setattr(transition, "pool", nn.MaxPool2d(2)),
-        lambda transition: setattr(transition.relu, "forward", torch.sigmoid),
-        lambda transition: transition.add_module("dropout", nn.Dropout(0.5)),
-        lambda transition: setattr(transition, "__class__", type("Doubled", (nn.Sequential,), {"forward": _doubled})),
-        lambda transition: transition.norm.add_module("norm", nn.Identity()),
-    ],
-    ids=["rounded up", "another pooling", "another forward", "dropout", "subclass", "module inside the norm"],
-)
-def test_unusual_transitions_match_plain(change):
-    plain = small_model("bc", efficient=False)
-    change(plain.features.transition1)
-    efficient = with_engine(plain, "shared")
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
-
-
-def _doubled(self, x):
-    return 2 * nn.Sequential.forward(self, x)
-
-
-class DoublingBlock(DenseBlock):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda features: setattr(features, "norm5", nn.Sequential(features.norm5)),
-        lambda features: setattr(features, "norm5", nn.Sequential()),
-        lambda features: setattr(features.denseblock1, "__class__", DoublingBlock),
-        lambda features: setattr(features, "transition1", nn.Sequential(*features.transition1.children())),
-    ],
-    ids=["wrapped norm", "no norm", "subclass of a block", "unnamed transition"],
-)
-def test_unusual_networks_match_plain(change):
-    plain = small_model("bc", efficient=False)
-    change(plain.features)
-    efficient = with_engine(plain, "shared")
-    assert_same_step(efficient, plain, random_images("bc"))
-    assert_same_buffers(efficient, plain)
-
-
-def test_run_stage_with_features_returns_output_and_features():
-    features = small_model("bc", efficient=False).features
-    x, pair = torch.randn(3, 4, 6, 5, dtype=torch.double), (features.denseblock1, features.transition1)
-    block_output = pair[0](x)
-    assert_all_close(choose.run_stage_with_features(*pair, x), (pair[1](block_output), block_output))
 
 
 # Memory
@@ -178,8 +108,8 @@ def test_a_network_is_a_stem_and_stages(dims, family):
     assert [name for name in names if "Accumulate" not in name] == ["SharedStage"] * 2 + [first]
 
 
-def _peak(engine: str, depth: int) -> int:
-    model = create_model("densenet_bc_100_12", efficient=engine, block_config=(depth,))
+def _peak(depth: int) -> int:
+    model = create_model("densenet_bc_100_12", efficient="shared", block_config=(depth,))
     x, labels = torch.randn(4, 3, 32, 32), torch.zeros(4, dtype=torch.long)
 
     def step():
@@ -196,28 +126,19 @@ def test_memory_grows_linearly_with_depth(monkeypatch):
     last norm's ReLU and the gradient of that output.
     """
     monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", 1 << 16)  # scratch has a constant size for this many rows
-    peaks = [_peak("shared", depth) for depth in (16, 24, 32)]
+    peaks = [_peak(depth) for depth in (16, 24, 32)]
     channel_bytes, growth_rate = 4 * 32 * 32 * 4, 12
     assert peaks[2] - peaks[1] == pytest.approx(peaks[1] - peaks[0], rel=0.05)
     assert peaks[1] - peaks[0] == pytest.approx(4 * 8 * growth_rate * channel_bytes, rel=0.05)
 
 
 def test_a_stage_s_input_is_freed_in_the_forward():
-    """What the first convolution returns is stored in the features, and needed by nobody else."""
+    """The first convolution's output is stored in the features, and needed by nobody else."""
     model, x = DenseNet(2, (1, 1), num_init_features=64, efficient="shared"), torch.randn(4, 3, 32, 32)
     step = lambda: model(x).sum().backward()  # noqa: E731
     step()
     # The features, their gradient and the input's gradient are all nearly as large as the input.
     assert tensor_peak(step) < 3.8 * 4 * 64 * 32 * 32 * 4
-
-
-def test_features_are_saved_once_as_counted_on_the_meta_device():
-    model = create_model("densenet_bc_100_12", efficient="shared").to("meta")
-    images, labels = torch.empty(256, 3, 32, 32, device="meta"), torch.empty(256, dtype=torch.long, device="meta")
-    saved_total = saved_bytes(lambda: F.cross_entropy(model(images), labels))
-    # The features of the three stages, which start with the transitions' outputs, and the output of the last ReLU.
-    features = 256 * 4 * (216 * 32**2 + 300 * 16**2 + 342 * 8**2)
-    assert saved_total == pytest.approx(features + 256 * 4 * 342 * 8**2, rel=0.05)
 
 
 def test_parameters_are_saved_for_backward_without_copies():

@@ -1,9 +1,9 @@
-"""Later launches of a Triton kernel pass its launcher what Triton passes: seen by a driver that launches nothing."""
+"""Replayed launches pass a Triton kernel's launcher what Triton passes: seen by a driver that launches nothing."""
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
 
 import contextlib
-import importlib.util
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from triton_interpreter import language_attributes, restore_language
 
 from efficient_densenet import kernels
+from efficient_densenet.kernels import launches
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = triton.language
@@ -70,11 +71,29 @@ class Driver:
         return torch.cuda
 
 
+class Recorder:
+    """Sees launches, whose tensors lie each 16 bytes after the start of a memory, and replays them."""
+
+    def __init__(self) -> None:
+        self.tensors, self.recorded = [], []
+
+    def argument(self, tensor):
+        self.tensors.append(tensor)
+        return SimpleNamespace(memory=len(self.tensors) - 1, offset=16)
+
+    def launched(self, kind, kernel, arguments):
+        self.kind = kind
+        self.recorded.append((kernel, arguments))
+
+    def replay(self) -> None:
+        addresses = [tensor.data_ptr() - 16 for tensor in self.tensors]
+        run = SimpleNamespace(addresses=addresses, values=self.tensors, tensor=lambda each: self.tensors[each.memory])
+        self.kind(self.recorded)(run)
+
+
 def scaled(output, values, num_rows, factor, ADDEND: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    result = ADDEND
-    if values is not None:
-        result += tl.load(values + row, row < num_rows, 0.0) * factor
+    result = ADDEND + tl.load(values + row, row < num_rows, 0.0) * factor
     tl.store(output + row, result, row < num_rows)
 
 
@@ -96,10 +115,8 @@ def driver(monkeypatch, tmp_path):
 
     run_of_triton = JITFunction.run
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(launching, "_launchers", {})
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", stub.get_current_device)
-    monkeypatch.setattr(torch.cuda, "device", on_device)
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: on_device(tensor.get_device()))
     active = dict(vars(launching.driver))
     launching.driver.set_active(stub)
@@ -114,7 +131,22 @@ def kernel():
     return JITFunction(scaled, do_not_specialize=["num_rows"])
 
 
-def _launched(driver) -> list:
+def _recorded(kernel, *launched) -> Recorder:
+    """A recorder that has seen launches of the kernel."""
+    recorder = Recorder()
+    with launches.seen_by(recorder):
+        for changed in launched:
+            _launch(kernel, **changed)
+    return recorder
+
+
+def _launch(kernel, grid=(5,), address=1600, dtype=torch.float32, device=0, num_rows=32, factor=1, **constants):
+    constants = {"ADDEND": 2.0, "BLOCK": 32} | constants
+    prepared = launching.Launch(kernel, grid, (num_rows, factor), constants)
+    launching.launch(prepared, Tensor(16, device=device), Tensor(address, dtype, device))
+
+
+def _passed(driver) -> list:
     """What the launcher was given last, but for the hooks and what they are told; a tensor as its address."""
     device, *arguments = driver.launches[-1]
     arguments[6:9] = []
@@ -127,108 +159,67 @@ LAUNCHES = {
     "an unaligned tensor": {"address": 1604},
     "a size beyond int32": {"num_rows": 2**31},
     "a factor that is no integer": {"factor": 0.5},
-    "no tensor": {"address": None},
-    "another constant": {"ADDEND": 3.0},
     "another option": {"num_warps": 8},
-    "another device": {"device": 1},
     "another grid": {"grid": (2, 3, 4)},
-    "another size": {"num_rows": 48},
-    "another address": {"address": 3200},
 }
 
 
-def _launch(kernel, grid=(5,), address=1600, dtype=torch.float32, device=0, num_rows=32, factor=1, **constants):
-    output = Tensor(16, device=device)
-    values = None if address is None else Tensor(address, dtype, device)
-    constants = {"ADDEND": 2.0, "BLOCK": 32} | constants
-    prepared = launching.cached_launch(kernel, grid, num_rows, factor, **constants)
-    launching.launch(prepared, output, values)
-    return prepared
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_replays_pass_what_triton_passes(name, driver, kernel):
+    recorder = _recorded(kernel, LAUNCHES[name])
+    expected = _passed(driver)
+    recorder.replay()
+    assert _passed(driver) == expected
+    assert driver.launches[-1][7:10] == (None, None, None)
+    assert len(driver.compiled) == 1
 
 
-def test_later_launches_pass_what_triton_passes(driver, kernel):
-    expected = {}
-    for name, changed in LAUNCHES.items():
-        _launch(kernel, **changed)
-        expected[name] = _launched(driver)
-    assert expected["first"][:6] == [0, 5, 1, 1, 70, 1]
-    assert expected["another grid"][1:4] == [2, 3, 4]
-    assert expected["another device"][4] == 71
-    by_triton, functions = len(driver.compiled), {each[5] for each in expected.values()}
-    assert by_triton == len(LAUNCHES) - 3  # the grid, the last size and the last address need no other kernel
-    assert len(functions) >= 7  # the compiled kernels are others
-    for name, changed in reversed(LAUNCHES.items()):
-        _launch(kernel, **changed)
-        assert _launched(driver) == expected[name], name
-        assert driver.launches[-1][7:10] == (None, None, None)
-    assert len(driver.compiled) == by_triton
-    assert driver.device == 0
+def test_another_device_than_the_current_one(driver, kernel):
+    recorder = _recorded(kernel, {"device": 1})
+    expected = _passed(driver)
+    recorder.replay()
+    assert _passed(driver) == expected
+    assert (driver.launches[-1][0], driver.device) == (1, 0)
 
 
-def test_kernels_with_one_signature_are_not_confused(driver, kernel):
-    other = JITFunction(scaled, do_not_specialize=["num_rows"])
-    for each in (kernel, other, kernel, other):
-        _launch(each)
-    assert len(driver.compiled) == 2
-    assert [each[5] for each in driver.launches] == [1, 2, 1, 2]
+def test_each_launch_of_a_replay_has_its_own_kernel_and_arguments(driver, kernel):
+    recorder = _recorded(kernel, {"address": 1600}, {"num_warps": 8, "address": 3200}, {"num_rows": 7})
+    direct = list(driver.launches)
+    recorder.replay()
+    for before, after in zip(direct, driver.launches[3:], strict=True):
+        assert before[1:7] == after[1:7]
+        assert [each.data_ptr() for each in before[10:12]] == list(after[10:12])
+        assert before[12:] == after[12:]
 
 
 def test_a_launch_is_triton_s_own_while_hooks_observe_launches(driver, kernel):
-    runtime = launching._HOOK_OWNER
-    for _ in range(2):
-        _launch(kernel)
-    assert len(driver.compiled) == 1
+    recorder, runtime = _recorded(kernel, {}), launching._hook_owner()
     chain = runtime.launch_enter_hook
     try:
         if hasattr(chain, "add"):
             chain.add(print)
         else:
             runtime.launch_enter_hook = print
-        _launch(kernel)
+        recorder.replay()
     finally:
         if hasattr(chain, "remove"):
             chain.remove(print)
         runtime.launch_enter_hook = chain
     assert len(driver.compiled) == 2
-    _launch(kernel)
+    recorder.replay()
     assert len(driver.compiled) == 2
 
 
-def test_kernels_with_hooks_of_their_own_and_unknown_versions_of_triton_launch_as_triton_does(
-    driver, kernel, monkeypatch
-):
+def test_kernels_with_hooks_and_unknown_versions_of_triton_are_launched_by_triton(driver, kernel, monkeypatch):
     kernel.pre_run_hooks.append(lambda *_, **__: None)
-    for _ in range(2):
-        assert not _launch(kernel).launchers
+    _recorded(kernel, {}).replay()
     kernel.pre_run_hooks.clear()
     monkeypatch.setattr(triton, "__version__", "4.0.1")
-    with pytest.warns(UserWarning, match="Triton 4.0.1 is not known"):
-        assert not _launch(kernel).launchers
-    assert not _launch(kernel).launchers  # without a second warning
-    assert len(driver.compiled) == 4
-
-
-def _imported_anew():
-    """Another copy of the module."""
-    spec = importlib.util.spec_from_file_location(launching.__name__, launching.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copy)
-    return copy
-
-
-@pytest.mark.parametrize("missing", ["triton.knobs", "triton.compiler.CompiledKernel"])
-def test_a_triton_that_lacks_private_names_launches_kernels_itself(missing, driver, kernel, monkeypatch):
-    owner, _, name = missing.rpartition(".")
-    if not hasattr(importlib.import_module(owner), name):
-        pytest.skip("this version never had it")
-    with monkeypatch.context() as without:
-        without.delattr(importlib.import_module(owner), name)
-        copy = _imported_anew()
-    prepared = copy.Launch(kernel, (5,), 32, 1, ADDEND=2.0, BLOCK=32)
-    with pytest.warns(UserWarning, match="is not known to this version of efficient_densenet"):
-        copy.launch(prepared, Tensor(16), Tensor())
-    copy.launch(prepared, Tensor(16), Tensor())
-    assert len(driver.compiled) == 2
+    recorder = _recorded(kernel, {}, {})
+    with pytest.warns(UserWarning, match="Triton 4.0.1 is not known") as caught:
+        recorder.replay()
+    assert len(caught) == 1
+    assert len(driver.compiled) == 2 + 2 * 2
 
 
 def test_a_triton_that_cannot_be_imported_is_not_used(monkeypatch):
@@ -251,18 +242,22 @@ def test_this_version_of_triton_is_known():
 def test_whether_constants_are_passed_depends_on_the_version_of_triton(
     version, num_constants, driver, kernel, monkeypatch
 ):
+    recorder = _recorded(kernel, {})
     monkeypatch.setattr(triton, "__version__", version)
-    (launcher,) = _launch(kernel).launchers.values()
-    assert launcher.constants == (2.0, 32)[:num_constants]
+    recorder.replay()
+    assert driver.launches[-1][12:] == (32, 1, 2.0, 32)[: 2 + num_constants]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_runs_later_launches():
-    kernel = triton.jit(do_not_specialize=["num_rows"])(scaled)
-    values = torch.arange(40.0, device="cuda")
-    for num_rows in (40, 30, 20):
-        output = torch.zeros_like(values)
-        prepared = launching.Launch(kernel, (2,), num_rows - 1, 2, ADDEND=0.5, BLOCK=32)
-        launching.launch(prepared, output, values[1:])
-        expected = torch.where(values < num_rows - 1, values * 2 + 2.5, 0)
-        assert torch.equal(output, expected)
+def test_a_gpu_replays_launches():
+    kernel, recorder = triton.jit(do_not_specialize=["num_rows"])(scaled), Recorder()
+    values, outputs = torch.arange(40.0, device="cuda"), torch.zeros(3, 40, device="cuda")
+    with launches.seen_by(recorder):
+        for num_rows, output in zip((40, 30, 20), outputs, strict=True):
+            launching.launch(
+                launching.Launch(kernel, (2,), (num_rows - 1, 2), {"ADDEND": 0.5, "BLOCK": 32}), output, values
+            )
+    expected = outputs.clone()
+    recorder.replay()
+    assert torch.equal(outputs, expected)
+    assert torch.equal(outputs[0], torch.where(values < 39, values * 2 + 0.5, 0))

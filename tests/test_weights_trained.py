@@ -57,11 +57,22 @@ def test_its_transforms_classify_as_the_demos_do():
         for prepared in (transforms(image), transforms(image.convert("RGB"))):
             assert prepared.shape == (1, 32, 32)
             assert int(model(prepared[None]).argmax()) == 3
-        assert (transforms(image) - expected[0]).abs().max() < 2.5 / config.std[0]  # Pillow resizes in integers
+        assert torch.equal(transforms(image), expected[0])
         test = load(None).test
         images = transforms(test.images)
         assert torch.equal(images, normalize(test.images))
         assert (model(images).argmax(1) != test.labels).sum() == 8  # of checkpoints/README.md
+
+
+@torch.no_grad()
+def test_the_committed_colors_classify_photographs():
+    names = "airplane", "automobile", "frog", "ship", "truck"
+    prepare = weights_transforms("densenet_bc_100_12", "cifar10")
+    images = torch.stack([prepare(Image.open(DEMOS / "pictures" / f"{name}.png")) for name in names])
+    probabilities = create_model("densenet_bc_100_12", weights="cifar10").eval()(images).softmax(1)
+    classes = weights_classes("densenet_bc_100_12", "cifar10")
+    assert tuple(classes[i] for i in probabilities.argmax(1)) == names
+    assert probabilities.amax(1).min() > 0.5
 
 
 def test_images_of_other_shapes_and_channels():

@@ -1,12 +1,18 @@
 """The zoo: published parameter counts, builders and defaults."""
 
 import inspect
+import re
+import subprocess
+import sys
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 
 import efficient_densenet
-from efficient_densenet import DenseNet, create_model, list_models
+from efficient_densenet import DenseNet, FCDenseNet, create_model, densenet121, list_models, weights_classes
+from efficient_densenet.models import zoo
+from efficient_densenet.models.arguments import DenseNetArguments, ModelArguments
 
 PARAMETERS_IN_MILLIONS = {
     "densenet_40_12": 1.020,
@@ -31,10 +37,6 @@ PARAMETERS_IN_MILLIONS = {
 }
 
 
-def test_list_models_is_complete():
-    assert set(list_models()) == set(PARAMETERS_IN_MILLIONS)
-
-
 @pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
 def test_parameter_counts_and_builder_functions(name):
     with torch.device("meta"):
@@ -44,7 +46,8 @@ def test_parameter_counts_and_builder_functions(name):
     assert model.engine == "plain"
 
 
-def test_list_models_patterns():
+def test_list_models():
+    assert set(list_models()) == set(PARAMETERS_IN_MILLIONS)
     assert list_models("densenet_bc_40_*") == ["densenet_bc_40_36", "densenet_bc_40_48", "densenet_bc_40_60"]
     assert list_models("resnet*") == []
 
@@ -52,8 +55,96 @@ def test_list_models_patterns():
 def test_unknown_model_and_unknown_argument_raise():
     with pytest.raises(ValueError, match=r"unknown model 'densenet12': did you mean 'densenet121'.*densenet_40_12"):
         create_model("densenet12")
-    with pytest.raises(TypeError, match="unknown argument 'growth' for densenet121: DenseNet takes growth_rate"):
-        create_model("densenet121", growth=3)
+    hints = {
+        "growth": "did you mean 'growth_rate'",
+        "in_chans": "did you mean 'in_channels', which timm calls in_chans",
+        "spatial_dims": "did you mean 'dims', which MONAI calls spatial_dims",
+        "pretrained": "did you mean 'weights', which timm and MONAI call pretrained",
+    }
+    for word, hint in hints.items():
+        with pytest.raises(
+            TypeError, match=rf"unknown argument '{word}' for densenet121: {hint}\? DenseNet takes growth"
+        ):
+            create_model("densenet121", **{word: 3})
+
+
+@pytest.mark.parametrize(("cls", "typed"), [(DenseNet, DenseNetArguments), (FCDenseNet, ModelArguments)])
+def test_the_typed_arguments_are_those_of_the_class(cls, typed):
+    expected = get_type_hints(cls.__init__) | {"weights": Any, "adapt_input": str | None}
+    assert get_type_hints(typed) == {name: hint for name, hint in expected.items() if name != "return"}
+    assert get_args(zoo.DenseNetName) + get_args(zoo.FCDenseNetName) == (*list_models(),)
+
+
+@pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
+def test_help_shows_a_variant_s_defaults_and_an_example_that_can_be_called(name):
+    signature = inspect.signature(getattr(efficient_densenet, name))
+    (example,) = re.findall(r">>> model = (.*)", getattr(efficient_densenet, name).__doc__)
+    bound = eval(example, {name: signature.bind})
+    bound.apply_defaults()
+    with torch.device("meta"):
+        model = create_model(name, **bound.arguments | {"weights": None})
+        expected = create_model(name, num_classes=bound.arguments["num_classes"], in_channels=model.in_channels)
+    assert str(model) == str(expected)
+
+
+SMALL: Any = {"growth_rate": 4, "num_init_features": 8}
+
+
+@pytest.mark.parametrize("name", ["densenet_bc_100_12", "densenet121", "fc_densenet56"])
+def test_weights_from_a_file(name, tmp_path):
+    shape = SMALL | {"block_config": (2, 1, 2)}
+    path = tmp_path / "weights.pt"
+    source = create_model(name, **shape, num_classes=7, in_channels=1)
+    torch.save(source.state_dict(), path)
+    for weights in (path, str(path)):
+        model = create_model(name, weights=weights, **shape)
+        assert (model.num_classes, model.in_channels) == (7, 1)
+        assert all(map(torch.equal, model.state_dict().values(), source.state_dict().values()))
+    model = create_model(name, weights=path, **shape, num_classes=3, in_channels=2, adapt_input="sum")
+    assert model.weights_report.skipped == ["classifier.weight", "classifier.bias"]
+    assert model.classifier.weight.shape[0] == 3
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/config.json cannot be read .* what the classes of weights.pt are"
+    ):
+        weights_classes(name, path)
+    with pytest.raises(ValueError, match=r"absent\.pt is no file: give one that torch.save or safetensors wrote"):
+        create_model(name, weights=tmp_path / "absent.pt")
+
+
+def test_backbones_and_files_of_weights(tmp_path):
+    shape = SMALL | {"block_config": (1, 1, 1, 1)}
+    whole = densenet121(num_classes=7, **shape)
+    torch.save(whole.state_dict(), tmp_path / "whole.pt")
+    backbone = densenet121(weights=tmp_path / "whole.pt", features_only=True, out_indices=(1, 2), **shape)
+    torch.save(backbone.state_dict(), tmp_path / "backbone.pt")
+    again = densenet121(weights=tmp_path / "backbone.pt", features_only=True, out_indices=(1, 2), **shape)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, whole.state_dict()[name]), name
+    torch.save(whole.features.state_dict(prefix="features."), tmp_path / "backbone.pt")
+    model = densenet121(weights=tmp_path / "backbone.pt", num_classes=3, **shape)
+    assert torch.equal(model.features.norm5.running_var, whole.features.norm5.running_var)
+    assert model.num_classes == 3
+
+
+@pytest.mark.exhaustive
+def test_a_type_checker_knows_arguments_and_results(tmp_path):
+    """Of pyright, on a script that uses the package."""
+    (tmp_path / "script.py").write_text(
+        """from efficient_densenet import create_model, densenet121, features
+densenet121(num_classs=14)
+densenet121(num_classes="3")
+reveal_type(features(densenet121(weights="DEFAULT", num_classes=14), (1, 2)).feature_info)
+reveal_type(create_model("densenet121"))
+reveal_type(create_model("fc_densenet56", num_classes=3))
+"""
+    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    found = re.findall(
+        r"script.py:(\d+):\d+ - (?:error: (No parameter|Argument)|.* is (\S+)$)", done.stdout, re.MULTILINE
+    )
+    types = [("4", "", '"FeatureInfo"'), ("5", "", '"DenseNet"'), ("6", "", '"FCDenseNet"')]
+    assert found == [("2", "No parameter", ""), ("3", "Argument", ""), *types], done.stdout
 
 
 def test_positional_arguments_and_defaults():

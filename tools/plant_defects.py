@@ -1,4 +1,4 @@
-"""Plant the defects of `defects.py`, one at a time, in a copy of the project, and see which tier of the tests fails.
+"""Plant the defects of `defects.txt`, one at a time, in a copy of the project, and see which tier of the tests fails.
 
     python tools/plant_defects.py                 all of them, into a table
     python tools/plant_defects.py --only halo     those whose names contain a word
@@ -21,14 +21,36 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from defects import DEFECTS, Defect
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "tools" / "defects.txt"
 FOLDERS = "efficient_densenet", "demos"
 COLUMNS = ("defect", "tier", "caught_by", "seconds")
 LIMIT = 1800
 """Seconds that one command of tests may take: a defect may well make something wait for ever."""
+
+
+class Defect(NamedTuple):
+    """The text `old` becomes `new`; `tests` are the test files to try first, test_<name>.py."""
+
+    name: str
+    old: str
+    new: str
+    tests: str
+
+
+def read(table: Path) -> list[Defect]:
+    """The rows of a table: a name and its tests in brackets, then lines of the old text (-) and of the new one (+)."""
+    lines = [line for line in table.read_text().splitlines() if line and not line.startswith("#")]
+    rows = re.findall(r"(.+) \[(.*)\]\n((?:-.*\n)+)((?:\+.*\n)*)", "".join(f"{line}\n" for line in lines))
+    if len(lines) != sum(1 + "".join(texts).count("\n") for _, _, *texts in rows):
+        raise ValueError(f"{table} has lines that are neither a row's nor comments")
+    return [Defect(name, _text(old), _text(new), tests) for name, tests, old, new in rows]
+
+
+def _text(lines: str) -> str:
+    return "\n".join(line[2:] for line in lines.splitlines())
 
 
 def place(defect: Defect, root: Path) -> Path:
@@ -51,8 +73,9 @@ def place(defect: Defect, root: Path) -> Path:
 
 def check() -> int:
     """Report every defect that is stale, or has the name of another; how many there are."""
-    names, num_stale = [defect.name for defect in DEFECTS], 0
-    for defect in DEFECTS:
+    defects, num_stale = read(TABLE), 0
+    names = [defect.name for defect in defects]
+    for defect in defects:
         try:
             place(defect, ROOT)
             if names.count(defect.name) > 1:
@@ -60,7 +83,7 @@ def check() -> int:
         except ValueError as exc:
             print(f"stale: {defect.name!r}: {exc}")
             num_stale += 1
-    print(f"{len(DEFECTS)} defects, {num_stale} stale")
+    print(f"{len(defects)} defects, {num_stale} stale")
     return num_stale
 
 
@@ -171,7 +194,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--table", type=Path, default=Path("planted_defects.csv"), help="where the table is written")
     given = parser.parse_args()
-    chosen = [defect for defect in DEFECTS if given.only in defect.name]
+    chosen = [defect for defect in read(TABLE) if given.only in defect.name]
     if not chosen:
         parser.error(f"no defect has {given.only!r} in its name: --list shows them")
     if given.list:

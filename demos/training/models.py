@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,13 @@ from efficient_densenet._tensors import compute_dtype
 from efficient_densenet.engine.choose import describe_plan
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
-from efficient_densenet.models.zoo import VARIANTS, create_model
+from efficient_densenet.models.zoo import VARIANTS
+from efficient_densenet.weights.config import ModelConfig
 
 from . import files
 from .data.images import digest
-from .options import block_config_for
 
 WEIGHTS, CONFIG = "model.pt", "config.json"
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """What building a trained model again needs, and preparing images for it. config.json has these names as keys."""
-
-    model: str | None
-    depth: int | None
-    growth_rate: int | None
-    drop_rate: float
-    channels: int
-    image_size: int
-    classes: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @property
-    def name(self) -> str:
-        return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
-
-    def build(self, engine: str = "best", keep_bottleneck: bool = False) -> DenseNet:
-        arguments: dict[str, Any] = {
-            "drop_rate": self.drop_rate,
-            "num_classes": len(self.classes),
-            "in_channels": self.channels,
-            "efficient": True if engine == "best" else engine,
-            "keep_bottleneck": keep_bottleneck or None,
-        }
-        if self.model is not None:
-            return create_model(self.model, **arguments)
-        if self.depth is None or self.growth_rate is None:
-            raise ValueError(f"found depth {self.depth} and growth rate {self.growth_rate}, but a model needs both")
-        block_config = block_config_for(self.depth)
-        return DenseNet(self.growth_rate, block_config, num_init_features=2 * self.growth_rate, **arguments)
 
 
 def default_image_size(model: str | None) -> int:
@@ -74,12 +39,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         needed = content.pop("checksum", None)
         if needed not in (None, _checksum(content)):
             raise ValueError("its checksum is wrong; if it was edited on purpose, remove the line with the checksum")
-        return content, model_config(content["model"])
-
-
-def model_config(entries: Mapping[str, Any]) -> ModelConfig:
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
-    return ModelConfig(**values)
+        return content, ModelConfig.of(content["model"])
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

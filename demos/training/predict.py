@@ -2,15 +2,22 @@
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from efficient_densenet._checks import check_integer
+from efficient_densenet._images import image_files
+from efficient_densenet.classify import Classifier
 from efficient_densenet.weights.trained import CHECKPOINTS, find_checkpoint
 
+<<<<<<< HEAD
 from .data.augment import Transform
 from .data.folder import SUFFIXES, decode
 from .models import ModelConfig, load_model
+=======
+from .data.folder import decode
+from .models import load_model
+from .report import print_or_raise
+>>>>>>> main
 
 DIGITS = CHECKPOINTS / "digits"
 COLOR = "cifar10"
@@ -19,7 +26,6 @@ MEAN_SATURATION = 8
 """What an image has at least that is in color: of 0 to 255, the mean distance between its channels."""
 
 
-@torch.no_grad()
 def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     """Classify images: print the likeliest classes of each and their probabilities, one line per image.
 
@@ -32,8 +38,9 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     check_integer("top", top, at_least=1)
     if not images:
         raise ValueError("found no image to classify: name one or more files, or folders of them")
-    paths = [path for name in images for path in _image_files(Path(str(name)))]
+    paths = [path for name in images for path in image_files(Path(str(name)))]
     sources = [_source(path, model) for path in paths]
+<<<<<<< HEAD
     models = {source: load_model(source) for source in dict.fromkeys(sources)}
     configs = [models[source][1] for source in sources]
     decoded = [decode(path, config.image_size, config.channels) for path, config in zip(paths, configs, strict=True)]
@@ -45,18 +52,21 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
                 f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
             )
         print(f"{path}: {_likeliest(probabilities, config, top)}")
+=======
+    classifiers = {source: _classifier(source) for source in dict.fromkeys(sources)}
+    for path, source in zip(paths, sources, strict=True):
+        try:
+            print_or_raise(str(classifiers[source](path, top)))
+        except BrokenPipeError:  # nobody reads any more, as after `| head`
+            return
+        except OSError as exc:
+            raise OSError(f"{path}: its classes could not be printed ({exc.strerror}): print to another place") from exc
+>>>>>>> main
 
 
-def _image_files(path: Path) -> list[Path]:
-    """The file itself, or the images in a folder and below it."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise ValueError(f"{path} is neither a file nor a folder: give the path of an image, or of a folder of images")
-    found = sorted(each for each in path.rglob("*") if each.suffix.lower() in SUFFIXES and each.is_file())
-    if not found:
-        raise ValueError(f"{path} contains no images: give a folder with files such as {', '.join(sorted(SUFFIXES))}")
-    return found
+def _classifier(source: Path) -> Classifier:
+    network, config = load_model(source)
+    return Classifier(network, config.transforms(), config.classes)
 
 
 def _source(image: Path, model: str | None) -> Path:
@@ -69,8 +79,3 @@ def _source(image: Path, model: str | None) -> Path:
 
 def _has_color(image: Tensor) -> bool:
     return bool((image.amax(0) - image.amin(0)).float().mean() >= MEAN_SATURATION)
-
-
-def _likeliest(probabilities: Tensor, config: ModelConfig, top: int) -> str:
-    indices = probabilities.argsort(descending=True)[:top].tolist()
-    return ", ".join(f"{config.classes[i]} ({probabilities[i]:.1%})" for i in indices)

@@ -81,7 +81,7 @@ class Run:
     ) -> None:
         self.options, self.context, self.directory, self.resumed = options, context, directory, state is not None
         torch.manual_seed(options.seed)
-        started = models.model_config(state["model"]) if state else None
+        started = models.ModelConfig.of(state["model"]) if state else None
         inputs = inputs_of(started) if started else pretrained.inputs if pretrained else None
         self.dataset = self._load_dataset(may_download=state is None, channels=inputs["channels"] if inputs else None)
         self.valid: Any = self.dataset.valid

@@ -13,7 +13,11 @@ from efficient_densenet.weights.trained import TRAINED
 
 from . import files
 from .loop import TrainingPosition
+<<<<<<< HEAD
 from .models import CONFIG, WEIGHTS, model_config
+=======
+from .models import CONFIG, WEIGHTS, ModelConfig, read_weights
+>>>>>>> main
 from .options import CHANGEABLE, PER_CALL, Options, RunOptions, check_option
 from .results import Row
 
@@ -137,7 +141,7 @@ def read_state(folder: Path) -> dict[str, Any]:
             raise ValueError(f"its format is {content['format']!r}, but must be {FORMAT!r}")
         for name, value in content["options"].items():
             check_option(name, value)
-        model_config(content["model"])
+        ModelConfig.of(content["model"])
         TrainingPosition(**content["position"])
         _ = content["data"], content["rows"], content["state"]
     return content

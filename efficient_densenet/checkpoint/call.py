@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -96,6 +97,8 @@ def checkpoint_call(
         return function(*args, **kwargs)
     leaves, spec = flatten(args, kwargs)
     modules = with_submodules((*reachable_modules(function), *_as_list(parameters), *leaves))
+    if any(map(_is_lazy, modules)):
+        return function(*args, **kwargs)  # whose parameters get their sizes now
     for module in modules:
         options.prepare(module)
     call = RecomputableCall(function, leaves, spec, modules, options)
@@ -156,6 +159,11 @@ def _offloading(options: Options, leaves: Iterable[Any]) -> AbstractContextManag
 def is_on_device(leaf: Any) -> bool:
     """Return True for a tensor that offloading copies."""
     return isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta")
+
+
+def _is_lazy(module: Any) -> bool:
+    lazy: Any = LazyModuleMixin
+    return isinstance(module, lazy) and module.has_uninitialized_params()
 
 
 def _torch_options(options: Options) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from .._recompute_mode import is_in_user_context, is_recomputing
@@ -84,5 +83,5 @@ def _identity(tensor: Tensor) -> Tensor:
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
     """Return the identities of all values of the module and the arguments, and the versions of the tensors."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *tree_leaves(args))
-    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not is_lazy(v)]
+    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor)]
     return [id(value) for value in values], tensors

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from .._torch_private import hook_dicts, is_distributed_wrapper, is_managed_by_fsdp, without_dispatch_modes
 from ..norms.batch_norm import UpdatesOnce
@@ -31,8 +30,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.is_lazy, self.is_sharded = isinstance(module, LazyModuleMixin), is_managed_by_fsdp(module)
-        self.is_managed = self.is_lazy or self.is_sharded or is_distributed_wrapper(module)
+        self.is_sharded = is_managed_by_fsdp(module)
+        self.is_managed = self.is_sharded or is_distributed_wrapper(module)
         self.at_forward = self.snapshot()
         self.parameters: dict[str, Any] = {}
         self.buffers = {name: _copied(buffer) for name, buffer in self._current_buffers().items()}
@@ -56,7 +55,7 @@ class ModuleState:
         vars(module).update(snapshot.attributes)
         if module.training is not snapshot.training:
             module.training = snapshot.training
-        if not self.is_lazy and (snapshot.hooks or _has_hooks(module)):  # a lazy module removes its own hook
+        if snapshot.hooks or _has_hooks(module):
             for i, hooks in enumerate(hook_dicts(module)):
                 saved = snapshot.hooks[i] if snapshot.hooks else {}
                 if hooks != saved:

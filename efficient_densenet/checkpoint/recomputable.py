@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
@@ -20,7 +19,7 @@ from .._torch_private import is_part_of_leaf, tensor_hooks, top_saved_tensors_ho
 from ..norms.batch_norm import TORCH_CLASSES, update_once
 from .hooks import fire_once
 from .module_state import ModuleState, modules_restored
-from .states import AutocastOnMeta, DefaultDevice, GeneratorStates, default_generators, host_generators
+from .states import GeneratorStates, default_generators, host_generators
 
 ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
@@ -76,9 +75,6 @@ class RecomputableCall:
         hosts = host_generators() if any(state.has_hooks() for state in self.states) else ()
         generators = [*default_generators(leaves), *options.generators, *hosts] if options.preserve_rng_state else ()
         self.generators = GeneratorStates(generators)
-        self.device = DefaultDevice()
-        self.autocast = AutocastOnMeta(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        self.random_states: list[GeneratorStates] = []
 
     def __call__(self, *leaves: Any) -> Any:
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves, self.spec)
@@ -87,7 +83,7 @@ class RecomputableCall:
         self.is_forward = False
         try:
             with checkpointed_forward():
-                result = self._run(args, kwargs, self._save_random_state)
+                result = self._run(args, kwargs)
         except BaseException as error:
             self.error = error
             return None
@@ -100,41 +96,13 @@ class RecomputableCall:
     def _recompute(self, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         for state in self.states:
             state.check_parameters(self.function)
-            if state.is_lazy:
-                self.options.prepare(state.module)  # again, since a lazy norm has become a batch norm in the forward
-        states = iter(self.random_states)
-        generators, autocast, device = self.generators.restored(), self.autocast.restored(), self.device.restored()
-        with recomputing(), modules_restored(self.states), generators, autocast, device, _without_new_hooks(leaves):
-            return self._run(args, kwargs, lambda: next(states).set())
+        with recomputing(), modules_restored(self.states), self.generators.restored(), _without_new_hooks(leaves):
+            return self._run(args, kwargs)
 
-    def _run(self, args: tuple, kwargs: dict[str, Any], before_random_operation: Callable[[], None]) -> Any:
-        if self.options.context_fn is None:
-            with parameters_saved():
-                return self.function(*args, **kwargs)
-        restores = self.options.preserve_rng_state
-        random_operations = _RandomOperations(before_random_operation) if restores else nullcontext()
-        with in_user_context(), parameters_saved(), random_operations:
+    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        user_context = nullcontext() if self.options.context_fn is None else in_user_context()
+        with user_context, parameters_saved():
             return self.function(*args, **kwargs)
-
-    def _save_random_state(self) -> None:
-        self.random_states.append(GeneratorStates(self.generators.generators))
-
-
-class _RandomOperations(TorchDispatchMode):
-    """Calls a function before each random operation.
-
-    Selective checkpointing, below this mode, does not repeat a random operation whose result it has saved. So each
-    random operation of a recomputation is given the state of the generators that it had in the forward.
-    """
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__()
-        self.call = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            self.call()
-        return func(*args, **(kwargs or {}))
 
 
 def parameters_saved() -> AbstractContextManager:

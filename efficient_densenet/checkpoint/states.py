@@ -1,4 +1,4 @@
-"""Global state that a function depends on, and that not every `torch.utils.checkpoint` restores."""
+"""The states of random generators: saved in a forward, restored for its recomputation."""
 
 import pickle
 import random
@@ -90,60 +90,3 @@ def set_state(generator: Any, state: Any) -> None:
 def is_same_state(state: Any, other: Any) -> bool:
     """Return True if two states of one generator are equal. NumPy's contain arrays, for which == is no single bool."""
     return torch.equal(state, other) if isinstance(state, Tensor) else pickle.dumps(state) == pickle.dumps(other)
-
-
-_TORCH_RESTORES_DEVICE = torch.__version__ >= "2.10"
-"""Whether `torch.utils.checkpoint` restores the default device."""
-
-
-class DefaultDevice:
-    """The device on which tensors are created, as set by `torch.device(...)` contexts and `set_default_device`."""
-
-    def __init__(self) -> None:
-        self.device = None if _TORCH_RESTORES_DEVICE else _default_device()
-
-    def restored(self) -> AbstractContextManager:
-        """Return a context in which tensors are created on this device."""
-        return nullcontext() if self.device is None or _default_device() == self.device else self.device
-
-
-def _default_device() -> torch.device:
-    with without_dispatch_modes():
-        return torch.empty(0).device
-
-
-class AutocastOnMeta:
-    """Autocast of accelerators, for tensors on the meta device, from which PyTorch cannot tell whose autocast to save.
-
-    Tensors of other devices need none of this.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self.settings = _autocast_settings() if any(tensor.is_meta for tensor in tensors) else {}
-
-    def restored(self) -> AbstractContextManager:
-        """Return a context with the saved settings. (`torch.autocast` would refuse a device that is not there.)"""
-        return self._restored() if self.settings else nullcontext()
-
-    @contextmanager
-    def _restored(self) -> Iterator[None]:
-        current = _autocast_settings()
-        _set_autocast(self.settings)
-        try:
-            yield
-        finally:
-            _set_autocast(current)
-
-
-def _autocast_settings() -> dict[str, tuple[bool, torch.dtype]]:
-    devices = filter(torch.amp.is_autocast_available, _ACCELERATORS)
-    return {device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices}
-
-
-def _set_autocast(settings: dict[str, tuple[bool, torch.dtype]]) -> None:
-    for device, (enabled, dtype) in settings.items():
-        torch.set_autocast_enabled(device, enabled)
-        torch.set_autocast_dtype(device, dtype)
-
-
-_ACCELERATORS = "cuda", "mps", "xpu"

@@ -23,7 +23,6 @@ from ..norms.batch_norm import (
     CpBatchNorm3d,
     CpSyncBatchNorm,
     UpdatesOnce,
-    UsesTorchForward,
 )
 from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
@@ -235,7 +234,7 @@ def is_norm(module: nn.Module) -> bool:
         return True
     cls = _class(module)
     from_timm = cls.__name__ in ("BatchNormAct2d", "SyncBatchNormAct") and cls.__module__.startswith("timm.")
-    return cls in NORMS or from_timm or isinstance(module, UsesTorchForward) or is_frozen_batch_norm(module)
+    return cls in NORMS or from_timm or is_frozen_batch_norm(module)
 
 
 def is_activation(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@
 import functools
 import importlib
 import importlib.util
-import re
 import subprocess
 import warnings
 from collections.abc import Collection
@@ -21,10 +20,6 @@ from .interface import Kernels
 from .numba_cpu.host import openmp
 
 _TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FIRST_TRITON = {10: (3, 3), 12: (3, 3)}
-"""The first version of Triton for a compute capability, by its major number, where an older one ends the process: 3.2
-for 10.0 and 12.0."""
-
 NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -115,11 +110,6 @@ def has_triton(device: torch.device) -> bool:
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
         return False
-    version = importlib.import_module("triton").__version__
-    first = _FIRST_TRITON.get(capability[0], (0, 0))
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < first:
-        remedy = f". Triton {'.'.join(map(str, first))}, of PyTorch 2.7, does"
-        return _warn(f"Triton {version} does not compile for {torch.cuda.get_device_name(device)}", remedy)
     try:
         # The first use may compile the launcher, with the system's C compiler.
         importlib.import_module("triton.runtime").driver.active.get_current_device()

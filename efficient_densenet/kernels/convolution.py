@@ -16,8 +16,6 @@ from .._torch_private import IM2COL, convolutions_in_tf32, im2col_conv3x3, im2co
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
 
-_conv_backward = torch.ops.aten.convolution_backward.default
-
 
 def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """The convolution of images in channels_last."""
@@ -34,14 +32,23 @@ def conv3x3_gradients(
         tensors = grad_output.float(), images.float(), weight.float()
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
         return grad_input.to(images.dtype), None if grad_weight is None else grad_weight.to(images.dtype)
-    mask = [True, needs_grad_weight, False]
     if _by_im2col(images, dilation):
         weight = weight.contiguous(memory_format=torch.channels_last)
+        mask = [True, needs_grad_weight, False]
         grad_input, grad_weight, _ = im2col_conv3x3_backward(grad_output, images, weight, mask)
-    else:
-        stride, output_padding, padding = ([size] * (images.dim() - 2) for size in (1, 0, dilation))
-        settings = None, stride, padding, padding, False, output_padding, 1, mask
-        grad_input, grad_weight, _ = _conv_backward(grad_output, images, weight, *settings)
+        return grad_input, grad_weight if needs_grad_weight else None
+    return gradients(grad_output, images, weight, dilation, needs_grad_weight)
+
+
+def gradients(
+    grad_output: Tensor, images: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of any convolution whose padding keeps the spatial size."""
+    padding = [size // 2 * dilation for size in weight.shape[2:]]
+    stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
+    mask = [True, needs_grad_weight, False]
+    settings = None, stride, padding, dilations, False, output_padding, 1, mask
+    grad_input, grad_weight, _ = torch.ops.aten.convolution_backward(grad_output, images, weight, *settings)
     return grad_input, grad_weight if needs_grad_weight else None
 
 

@@ -108,14 +108,10 @@ def _compare(index: int, dtype: torch.dtype, precision: str, activation: str) ->
 
 def _run(index: int, dtype: torch.dtype, precision: str, activation: str) -> subprocess.CompletedProcess:
     arguments = f"cuda:{index}", _name(dtype), precision, activation, str(SECONDS)
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    off = {VARIABLE: "off"}  # whatever it starts compares nothing
-    with python_process.start(f"{__package__}.check_on_device", *arguments, environment=off, **streams) as process:
-        try:
-            output = process.communicate(timeout=SECONDS + 10)
-        finally:
-            process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, *output)
+    command = python_process.command(f"{__package__}.check_on_device", *arguments)
+    environment = os.environ | {VARIABLE: "off"}  # whatever it starts compares nothing
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    return subprocess.run(command, env=environment, timeout=SECONDS + 10, check=False, **streams)
 
 
 def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:

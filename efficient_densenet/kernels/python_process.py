@@ -2,9 +2,7 @@
 
 import logging
 import os
-import subprocess
 import sys
-from typing import Any
 
 logger = logging.getLogger(__name__.partition(".")[0])
 """The package's logger. It says at the level of warnings what takes long, since Python shows these by default."""
@@ -17,16 +15,14 @@ main(*sys.argv[1:])
 """
 
 
-def start(module: str, *arguments: str, environment: dict[str, str] | None = None, **streams: Any) -> subprocess.Popen:
-    """A process that calls `main` of the module with the arguments; by default nobody reads what it prints.
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that calls `main` of the module with the arguments.
 
     Its modules are this process's own, from its own paths, which the working directory need not be among.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise OSError("there is no Python interpreter to start, as in a frozen application")
-    command = [sys.executable, "-c", _START.format(module=module), "\n".join(sys.path), *arguments]
-    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | streams
-    return subprocess.Popen(command, env=os.environ | (environment or {}), stdin=subprocess.DEVNULL, **streams)
+    return [sys.executable, "-c", _START.format(module=module), "\n".join(sys.path), *arguments]
 
 
 def num_processors() -> int:

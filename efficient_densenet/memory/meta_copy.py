@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch_private import hooks_of, is_distributed_wrapper, sharding_of
+from .._torch_private import hook_dicts, is_distributed_wrapper, sharding_of
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -27,7 +27,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         )
     memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in [*tensors, *_other_tensors(model)]}
     for module in model.modules():
-        for hooks in hooks_of(module):
+        for hooks in hook_dicts(module):
             memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():

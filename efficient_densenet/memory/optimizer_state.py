@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .._torch_private import without_step_hooks
 from .trace import tensors_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | str | None
@@ -56,5 +55,4 @@ def _on_meta(optimizer: torch.optim.Optimizer, model: nn.Module, meta_model: nn.
     ]
     if not any(group["params"] for group in made.param_groups):
         raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
-    without_step_hooks(made)
     return made

@@ -4,11 +4,14 @@ Maps have timm's numbers: map 0 is the stem's output before its pooling, and map
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from .._checks import check_choice
+
+if TYPE_CHECKING:
+    from .densenet import DenseNet
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """Which map a dense block returns: `raw`, its output; `normalised_rectified`, the output of the norm and the ReLU that
@@ -61,7 +64,7 @@ class FeatureInfo:
         return FeatureInfo(info, _indices(out_indices, len(self)))
 
 
-def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> nn.Module:
+def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
     """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
 
     Args:
@@ -71,6 +74,11 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
             all maps by default.
         maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
             "timm" for timm's maps, which are raw except for the last map.
+
+    Example:
+        >>> c2, c3, c4 = features(densenet121(), (2, 3, 4))(images)
+
+    torchvision's `BackboneWithFPN`, which runs modules one by one, takes `model.features` and {"denseblock2": "0", …}.
     """
     as_backbone = getattr(model, "as_backbone", None)
     if as_backbone is None:

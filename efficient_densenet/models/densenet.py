@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
-from ..weights.load import WeightsReport
 from .activations import ActivationFactory
 from .base import DenseModel
 from .budget import MemoryBudget
@@ -49,7 +48,6 @@ class DenseNet(DenseModel):
             `relu5`, under which a PReLU's weights are in the state dict; its blocks run by `checkpoint`.
     """
 
-    weights_report: WeightsReport  # from `create_model` with weights
     memory_budget: MemoryBudget | None = None  # also of models that were pickled by earlier versions
 
     def __init__(
@@ -77,6 +75,7 @@ class DenseNet(DenseModel):
         activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
+        self._keep_arguments(locals())
         bn_size, init = bn_size or 0, init or ("fan_out" if small_inputs else "fan_in")
         efficient = efficient if memory_efficient is None else memory_efficient
         _check_architecture(growth_rate, block_config, compression, num_init_features, bn_size)
@@ -136,14 +135,13 @@ class DenseNet(DenseModel):
     def features_only(self) -> bool:
         return bool(self.features.taps)
 
-    @property
-    def smallest_input(self) -> int:
-        """The smallest height and width whose last feature map has a pixel.
+    def _smallest_input(self, pixels: int) -> int:
+        # A transition halves and rounds down; the ImageNet stem halves twice and rounds up.
+        size = pixels * max(self.feature_info.reduction())
+        return size if self.small_inputs else max(size - 3, 1)
 
-        A transition halves and rounds down; the ImageNet stem halves twice and rounds up.
-        """
-        reduction = max(self.feature_info.reduction())
-        return reduction if self.small_inputs else max(reduction - 3, 1)
+    def _last_block(self) -> nn.Module:
+        return [self.features, *(module for module in self.features if isinstance(module, DenseBlock))][-1]
 
     def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
         """Another model with the same modules that returns these feature maps; see `features`."""
@@ -159,6 +157,8 @@ class DenseNet(DenseModel):
     def _become_backbone(self, out_indices: int | Sequence[int] | None, maps: str) -> None:
         self.feature_info = self.feature_info.of_maps(out_indices, maps)
         self.features = self.features.tapped(self.feature_info)
+        maps_only = {"features_only": True, "out_indices": self.feature_info.out_indices, "maps": maps}
+        self.arguments = {**self.arguments, **maps_only}
         self.num_classes, self.num_features = 0, self.feature_info.channels(max(self.feature_info.out_indices))
         self._modules.pop("classifier", None)
 
@@ -172,6 +172,7 @@ class DenseNet(DenseModel):
         check_integer("num_classes", num_classes, at_least=0)
         like = self.features.norm5.weight
         self.num_classes, self.classifier = num_classes, nn.Identity()
+        self.arguments = {**self.arguments, "num_classes": num_classes}
         if num_classes:
             self.classifier = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
             nn.init.zeros_(self.classifier.bias)

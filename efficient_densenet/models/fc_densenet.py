@@ -46,6 +46,7 @@ class FCDenseNet(DenseModel):
         activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
+        self._keep_arguments(locals())
         _check_architecture(growth_rate, block_config, num_init_features)
         check_between("drop_rate", drop_rate, 0, 1, "[)")
         check_integer("num_classes", num_classes, at_least=0)
@@ -65,10 +66,11 @@ class FCDenseNet(DenseModel):
         self._check_input(x)
         return self.classifier(self.features(x))
 
-    @property
-    def smallest_input(self) -> int:
-        """The smallest height and width that has a pixel after the last pooling."""
-        return 2**self.features.depth
+    def _smallest_input(self, pixels: int) -> int:
+        return pixels * 2**self.features.depth
+
+    def _last_block(self) -> nn.Module:
+        return self.features.get_submodule(f"denseblock{self.features.depth + 1}")
 
     def _initialize(self) -> None:
         for module in self.modules():

@@ -3,14 +3,19 @@
 import difflib
 import fnmatch
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 
 from ..weights.load import load_weights
 from ..weights.named import find_weights
+from .arguments import THEIR_WORDS, DenseNetArguments, ModelArguments
 from .densenet import DenseNet
 from .fc_densenet import FCDenseNet
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _CIFAR = {"compression": 0.5, "bn_size": 4, "small_inputs": True, "num_classes": 10}
 _CIFAR_BASIC = _CIFAR | {"compression": 1.0, "bn_size": 0, "num_init_features": 16}
@@ -45,124 +50,156 @@ FC_VARIANTS: dict[str, dict[str, Any]] = {
 """The variants that label every pixel, as arguments of `FCDenseNet`."""
 
 
+DenseNetName = Literal[
+    "densenet_40_12",
+    "densenet_100_12",
+    "densenet_100_24",
+    "densenet_bc_100_12",
+    "densenet_bc_250_24",
+    "densenet_bc_190_40",
+    "densenet_bc_40_36",
+    "densenet_bc_40_48",
+    "densenet_bc_40_60",
+    "densenet121",
+    "densenet169",
+    "densenet201",
+    "densenet161",
+    "densenet264",
+    "densenet232_48",
+    "densenet264_48",
+]
+FCDenseNetName = Literal["fc_densenet56", "fc_densenet67", "fc_densenet103"]
+
+
 def list_models(pattern: str = "*") -> list[str]:
     """The names of the variants that match a shell pattern such as "densenet_bc_*"."""
     return fnmatch.filter([*VARIANTS, *FC_VARIANTS], pattern)
 
 
+@overload
+def create_model(name: DenseNetName, **arguments: "Unpack[DenseNetArguments]") -> DenseNet: ...
+@overload
+def create_model(name: FCDenseNetName, **arguments: "Unpack[ModelArguments]") -> FCDenseNet: ...
+@overload
+def create_model(name: str, **arguments: "Unpack[DenseNetArguments]") -> Any: ...
 def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> Any:
     """Build the variant called `name`: a `DenseNet` or, for fc_densenet…, an `FCDenseNet`.
 
     Args:
         name: one of `list_models()`.
-        weights: pretrained weights: the name of weights of this package, or torchvision's weights, by their name
-            ("DEFAULT", "IMAGENET1K_V1") or as an enum member. With another number of classes the classifier keeps
-            its initialization; `model.weights_report` says what was loaded.
-        adapt_input: for `weights` with other than three `in_channels`, as in `load_weights`.
+        weights: pretrained weights: a file, as in `load_weights`; the name of weights of this package; or torchvision's
+            weights, by their name ("DEFAULT", "IMAGENET1K_V1") or as an enum member. The model has their numbers of
+            classes and input channels, unless others are given; with another number of classes the classifier keeps its
+            initialization. `model.weights_report` says what was loaded.
+        adapt_input: for `weights` with other than their number of `in_channels`, as in `load_weights`.
         overrides: arguments of the class that replace the variant's.
+
+    Example:
+        >>> model = create_model("densenet121", weights="DEFAULT", num_classes=14)
     """
     names = list_models()
     if name not in names:
         near = difflib.get_close_matches(str(name), names, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"unknown model {name!r}: {hint}the zoo has {', '.join(names)}")
-    cls, variants = (DenseNet, VARIANTS) if name in VARIANTS else (FCDenseNet, FC_VARIANTS)
+    cls, variant = _variant(name)
     allowed = list(inspect.signature(cls).parameters)
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
-        hint = "give weights=...; " if unknown[0] == "pretrained" else ""
         takes = f"{cls.__name__} takes {', '.join(allowed)}, and the zoo weights and adapt_input"
+        hint = _hint(unknown[0], [*allowed, "weights", "adapt_input"])
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {hint}{takes}")
     if weights is None:
-        return cls(**(variants[name] | overrides))
+        return cls(**(variant | overrides))
     named = find_weights(name, weights)  # raises for a wrong name before anything is built
-    model = DenseNet(**(variants[name] | named.model_arguments | overrides))
-    skip = _unused(model, name, named.model_arguments["num_classes"])
+    theirs: dict[str, Any] = named.model_arguments
+    model = cls(**(variant | theirs | overrides))
+    skip = _unused(model, name, overrides, theirs.get("num_classes"))
     model.weights_report = load_weights(model, named.source(), skip=skip, adapt_input=adapt_input)
     return model
 
 
-def _unused(model: DenseNet, name: str, num_classes: int) -> list[str]:
+def _variant(name: str) -> tuple[type[DenseNet] | type[FCDenseNet], dict[str, Any]]:
+    """The class of a variant, and its arguments."""
+    return (DenseNet, VARIANTS[name]) if name in VARIANTS else (FCDenseNet, FC_VARIANTS[name])
+
+
+def _hint(unknown: str, allowed: list[str]) -> str:
+    ours, library = THEIR_WORDS.get(unknown, ("", ""))
+    if ours in allowed:
+        return f"did you mean {ours!r}, which {library} call{'' if ' ' in library else 's'} {unknown}? "
+    near = difflib.get_close_matches(unknown, allowed, n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def _unused(model: DenseNet | FCDenseNet, name: str, overrides: dict[str, Any], num_classes: int | None) -> list[str]:
     """The keys of weights for `num_classes` that this model does not load: the classifier, or modules that a backbone
-    lacks."""
-    if not model.features_only:
-        return [] if model.num_classes == num_classes else ["classifier"]
+    lacks. Weights without a classifier have no `num_classes`."""
+    if isinstance(model, FCDenseNet) or not model.features_only:
+        return [] if model.num_classes == (num_classes or 0) else ["classifier"]
+    if num_classes is None:
+        return []
+    whole = {key: value for key, value in overrides.items() if key not in ("features_only", "out_indices", "maps")}
     with torch.device("meta"):
-        whole = create_model(name)
-    return sorted(whole.state_dict().keys() - model.state_dict().keys())
+        keys = create_model(name, **whole).state_dict().keys()
+    return sorted(keys - model.state_dict().keys())
 
 
-def densenet_40_12(**overrides: Any) -> DenseNet:
-    return create_model("densenet_40_12", **overrides)
+class DenseNetBuilder(Protocol):
+    def __call__(self, **arguments: "Unpack[DenseNetArguments]") -> DenseNet:
+        """Build the variant of this name, as in `densenet121(weights="DEFAULT", num_classes=14)`."""
+        ...
 
 
-def densenet_100_12(**overrides: Any) -> DenseNet:
-    return create_model("densenet_100_12", **overrides)
+class FCDenseNetBuilder(Protocol):
+    def __call__(self, **arguments: "Unpack[ModelArguments]") -> FCDenseNet:
+        """Build the variant of this name, as in `fc_densenet103(num_classes=3, in_channels=1)`."""
+        ...
 
 
-def densenet_100_24(**overrides: Any) -> DenseNet:
-    return create_model("densenet_100_24", **overrides)
+@overload
+def _builder(name: DenseNetName) -> DenseNetBuilder: ...
+@overload
+def _builder(name: FCDenseNetName) -> FCDenseNetBuilder: ...
+def _builder(name: str) -> Callable[..., Any]:
+    """The function that builds a variant. Its signature has the variant's defaults."""
+    cls, variant = _variant(name)
+
+    def build(**arguments: Any) -> Any:
+        return create_model(name, **arguments)
+
+    named = [
+        each.replace(kind=each.KEYWORD_ONLY, default=variant.get(key, each.default))
+        for key, each in inspect.signature(cls).parameters.items()
+    ]
+    named += [inspect.Parameter(key, named[0].kind, default=None) for key in ("weights", "adapt_input")]
+    vars(build)["__signature__"] = inspect.Signature(named, return_annotation=cls)
+    build.__name__ = build.__qualname__ = name
+    build.__doc__ = f"""Build a `{cls.__name__}`, which describes the arguments, as `create_model` does `weights` and
+    `adapt_input`.
+
+    Example:
+        >>> model = {name}(num_classes=3, in_channels=1)
+    """
+    return build
 
 
-def densenet_bc_100_12(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_100_12", **overrides)
-
-
-def densenet_bc_250_24(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_250_24", **overrides)
-
-
-def densenet_bc_190_40(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_190_40", **overrides)
-
-
-def densenet_bc_40_36(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_40_36", **overrides)
-
-
-def densenet_bc_40_48(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_40_48", **overrides)
-
-
-def densenet_bc_40_60(**overrides: Any) -> DenseNet:
-    return create_model("densenet_bc_40_60", **overrides)
-
-
-def densenet121(**overrides: Any) -> DenseNet:
-    return create_model("densenet121", **overrides)
-
-
-def densenet169(**overrides: Any) -> DenseNet:
-    return create_model("densenet169", **overrides)
-
-
-def densenet201(**overrides: Any) -> DenseNet:
-    return create_model("densenet201", **overrides)
-
-
-def densenet161(**overrides: Any) -> DenseNet:
-    return create_model("densenet161", **overrides)
-
-
-def densenet264(**overrides: Any) -> DenseNet:
-    return create_model("densenet264", **overrides)
-
-
-def densenet232_48(**overrides: Any) -> DenseNet:
-    return create_model("densenet232_48", **overrides)
-
-
-def densenet264_48(**overrides: Any) -> DenseNet:
-    return create_model("densenet264_48", **overrides)
-
-
-def fc_densenet56(**overrides: Any) -> FCDenseNet:
-    return create_model("fc_densenet56", **overrides)
-
-
-def fc_densenet67(**overrides: Any) -> FCDenseNet:
-    return create_model("fc_densenet67", **overrides)
-
-
-def fc_densenet103(**overrides: Any) -> FCDenseNet:
-    return create_model("fc_densenet103", **overrides)
+densenet_40_12 = _builder("densenet_40_12")
+densenet_100_12 = _builder("densenet_100_12")
+densenet_100_24 = _builder("densenet_100_24")
+densenet_bc_100_12 = _builder("densenet_bc_100_12")
+densenet_bc_250_24 = _builder("densenet_bc_250_24")
+densenet_bc_190_40 = _builder("densenet_bc_190_40")
+densenet_bc_40_36 = _builder("densenet_bc_40_36")
+densenet_bc_40_48 = _builder("densenet_bc_40_48")
+densenet_bc_40_60 = _builder("densenet_bc_40_60")
+densenet121 = _builder("densenet121")
+densenet169 = _builder("densenet169")
+densenet201 = _builder("densenet201")
+densenet161 = _builder("densenet161")
+densenet264 = _builder("densenet264")
+densenet232_48 = _builder("densenet232_48")
+densenet264_48 = _builder("densenet264_48")
+fc_densenet56 = _builder("fc_densenet56")
+fc_densenet67 = _builder("fc_densenet67")
+fc_densenet103 = _builder("fc_densenet103")

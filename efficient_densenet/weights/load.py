@@ -79,9 +79,8 @@ def load_weights(
     new, adapted, mismatched, unusual = {}, [], [], []
     for name in common:
         key, old = theirs[name], state[ours[name]]
-        kind = _unusual_kind(loaded[key], old)
-        if kind:
-            unusual.append(f"{key} ({kind})")
+        if _is_unusual(loaded[key], old):
+            unusual.append(key)
             continue
         tensor = _in_torch_layout(key, loaded[key])
         if name == _FIRST_CONV and adapt_input and _differs_in_channels(tensor, old):
@@ -104,18 +103,22 @@ def load_weights(
     )
 
 
-def _unusual_kind(value: Any, old: Tensor) -> str:
-    """Why a tensor cannot be copied into the model's `old` one, whatever its shape; empty for the usual kind."""
+def model_arguments(source: Source) -> dict[str, int]:
+    """The numbers of classes and of input channels that the sizes in `source` say, as arguments of a model."""
+    loaded, found = read_state_dict(source), dict[str, int]()
+    for key, name in new_names(loaded).items():
+        if name in ("classifier.weight", _FIRST_CONV):
+            classes, channels, *_ = _in_torch_layout(key, loaded[key]).shape
+            found |= {"in_channels": channels} if name == _FIRST_CONV else {"num_classes": classes}
+    return found
+
+
+def _is_unusual(value: Any, old: Tensor) -> bool:
+    """Whether a tensor cannot be copied into the model's `old` one, whatever its shape."""
     if not isinstance(value, Tensor):
-        return ""
-    kinds = {
-        "nested": value.is_nested,
-        "sparse": value.layout is not torch.strided,
-        "quantized": value.is_quantized,
-        "complex": value.is_complex(),
-        "without data": value.is_meta and not old.is_meta,
-    }
-    return next((kind for kind, found in kinds.items() if found), "")
+        return False
+    is_dense = value.layout is torch.strided and not value.is_nested
+    return not is_dense or value.is_quantized or value.is_complex() or (value.is_meta and not old.is_meta)
 
 
 def _in_torch_layout(key: str, value: Any) -> Any:

@@ -1,10 +1,14 @@
-"""Weights by the name that `weights=` takes: weights of this package's training runs, and torchvision's weights."""
+"""What `weights=` takes: a file, or the name of weights of this package's training runs, or torchvision's weights."""
 
+import os
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .config import ModelConfig
+from .load import model_arguments
 from .published import PUBLISHED, PublishedWeights, find_published
 from .trained import TRAINED, TrainedWeights
 
@@ -19,8 +23,31 @@ def weights_classes(name: str, weights: Any = "DEFAULT") -> tuple[str, ...]:
     return find_weights(name, weights).classes
 
 
-def find_weights(name: str, weights: Any) -> TrainedWeights | PublishedWeights:
+class FileWeights(NamedTuple):
+    """A file, as `load_weights` reads it. A run of the demos writes classes and transforms into a config.json beside
+    it."""
+
+    path: Path
+
+    @property
+    def model_arguments(self) -> dict[str, int]:
+        return model_arguments(self.path)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return ModelConfig.beside(self.path).classes
+
+    def transforms(self) -> Callable[[Any], Tensor]:
+        return ModelConfig.beside(self.path).transforms()
+
+    def source(self) -> Path:
+        return self.path
+
+
+def find_weights(name: str, weights: Any) -> FileWeights | TrainedWeights | PublishedWeights:
     """Find the weights for the variant `name` of the zoo; raise ValueError for a wrong name, and download nothing."""
+    if isinstance(weights, os.PathLike) or (isinstance(weights, str) and weights not in TRAINED and _is_path(weights)):
+        return FileWeights(Path(weights))
     trained = TRAINED.get(weights) if isinstance(weights, str) else None
     if trained is not None:
         if trained.model != name:
@@ -32,3 +59,7 @@ def find_weights(name: str, weights: Any) -> TrainedWeights | PublishedWeights:
     if name not in PUBLISHED:
         raise ValueError(f"torchvision has no weights for {name!r}, but for {', '.join(PUBLISHED)}: leave weights out")
     return find_published(name, weights)
+
+
+def _is_path(text: str) -> bool:
+    return os.sep in text or os.path.isfile(text)

@@ -52,4 +52,5 @@ def find_published(name: str, weights: Any) -> PublishedWeights:
     member = str(weights).removeprefix(f"{enum.__name__}.")
     if isinstance(weights, str) and member in enum.__members__:
         return PublishedWeights(enum[member])
-    raise ValueError(f"weights is {weights!r}, but must be one of {', '.join(map(repr, enum.__members__))} for {name}")
+    names = ", ".join(map(repr, enum.__members__))
+    raise ValueError(f"weights is {weights!r}, but must be one of {names} for {name}, or a file")

@@ -1,14 +1,13 @@
 """Weights that runs of the demos saved in the repository's checkpoints/, by name; no network is needed."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .transforms import ImageTransform
+from .config import ModelConfig
 
 CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 """The directory is next to the package in a clone, and so in an editable installation. Other installations lack it."""
@@ -28,15 +27,14 @@ class TrainedWeights(NamedTuple):
     @property
     def model_arguments(self) -> dict[str, Any]:
         """The arguments of the model, unless the caller overrides them."""
-        return {"num_classes": len(self.classes), "in_channels": self._config()["channels"]}
+        return {"num_classes": len(self.classes), "in_channels": self._config().channels}
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return tuple(self._config()["classes"])
+        return self._config().classes
 
     def transforms(self) -> Callable[[Any], Tensor]:
-        config = self._config()
-        return ImageTransform(config["image_size"], tuple(config["mean"]), tuple(config["std"]))
+        return self._config().transforms()
 
     def source(self) -> Path:
         """The file of the weights, after a check of its sha256."""
@@ -49,13 +47,9 @@ class TrainedWeights(NamedTuple):
             )
         return path
 
-    def _config(self) -> dict[str, Any]:
+    def _config(self) -> ModelConfig:
         path = self.folder / "config.json"
-        content = self._read(path)
-        try:
-            return json.loads(content)["model"]
-        except (ValueError, KeyError, TypeError) as exc:
-            raise ValueError(f"{path} is damaged ({exc!r}): restore it from the repository") from exc
+        return ModelConfig.parse(path, self._read(path))
 
     def _read(self, path: Path) -> bytes:
         try:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._images import to_8bit
+from .._images import central_square, to_8bit
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class ImageTransform:
 
     def __call__(self, image: Any) -> Tensor:
         """Prepare a PIL image, or a uint8 tensor (C, H, W) or (N, C, H, W); one gray channel counts as all channels."""
-        images = image if isinstance(image, Tensor) else self._from_pil(image)
         channels = len(self.mean)
+        images = image if isinstance(image, Tensor) else central_square(to_8bit(image, channels), self.image_size)
         if images.dtype != torch.uint8 or images.dim() not in (3, 4) or images.shape[-3] not in (1, channels):
             raise ValueError(
                 f"found an image of shape {tuple(images.shape)} and {images.dtype}, but these weights need uint8 with "
@@ -36,11 +36,6 @@ class ImageTransform:
         values = self._resize(images.float()).expand(*images.shape[:-3], channels, -1, -1)
         mean, std = (values.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
         return (values - mean) / std
-
-    def _from_pil(self, image: Any) -> Tensor:
-        image = to_8bit(image, len(self.mean))
-        raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        return raw.view(image.height, image.width, -1).permute(2, 0, 1)
 
     def _resize(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+<<<<<<< HEAD
+=======
+from efficient_densenet._images import UndecodableImage
+
+>>>>>>> main
 
 @dataclass(frozen=True)
 class Images:

@@ -5,12 +5,11 @@ integer or an `Address` is an int64, a group is a nested record, all zeros where
 the 0 of the dtype of the kernel's arithmetic. An `Element` takes no memory: its dtype is the dtype of the group's
 elements, which may be narrower. The dtype of an `Operand` is the dtype of a product's operands.
 
-The host writes a record as one flat tuple of `Fields`, integers and tensors, which is fast: every launch writes one.
-The kernel gets the tensors' addresses, and the tuple keeps the tensors alive. Some are copies: an input whose layout a
-kernel cannot read is copied. An output must have the right layout.
+The host writes a record as one flat tuple of `Fields`, integers and tensors. The kernel gets the tensors' addresses,
+and the tuple keeps the tensors alive. Some are copies: an input whose layout a kernel cannot read is copied. An output
+must have the right layout.
 """
 
-import functools
 import math
 
 import torch
@@ -20,16 +19,11 @@ from ..._tensors import as_dtype
 from .. import interface
 from .compiler.records import Element, Operand
 
-REMEMBERED_SIZES = 4096
-"""The number of cached results of functions of sizes: the sizes are the same in every step."""
-
 Address = int
 
 
 class Within:
     """An address some bytes after the start of a tensor."""
-
-    __slots__ = ("offset", "tensor")
 
     def __init__(self, tensor: Tensor, offset: int) -> None:
         self.tensor, self.offset = tensor, offset
@@ -155,7 +149,7 @@ class PackedWeight:
 
     @staticmethod
     def of(weight: Tensor, panels: Within, transposed: bool, gemm: Address) -> Fields:
-        return weight.contiguous(), panels, *conv_sizes(weight.shape), transposed, gemm
+        return weight.contiguous(), panels, *conv_sizes(weight), transposed, gemm
 
 
 class ConvForward:
@@ -259,7 +253,6 @@ class Images:
     has_height: int
 
     @staticmethod
-    @functools.lru_cache(maxsize=REMEMBERED_SIZES)
     def of(shape: torch.Size) -> Fields:
         return *(1,) * (4 - len(shape)), *shape[1:], len(shape) > 3, len(shape) > 2
 
@@ -338,8 +331,7 @@ class ConvBackwardArguments:
     next_bottleneck: ConvForward | None
 
 
-@functools.lru_cache(maxsize=REMEMBERED_SIZES)
-def conv_sizes(weight_shape: torch.Size) -> tuple[int, int, int]:
+def conv_sizes(weight: Tensor) -> tuple[int, int, int]:
     """The out_channels, in_channels and taps of a convolution's weight."""
-    out_channels, in_channels, *kernel_size = weight_shape
+    out_channels, in_channels, *kernel_size = weight.shape
     return out_channels, in_channels, math.prod(kernel_size)

@@ -165,10 +165,9 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of all files of these folders, and of activations' formulas: a kernel calls functions from many files, on
-    records that the host packs."""
+    """A hash of all files below the host, and of activations' formulas: a kernel calls functions from many files."""
     package = importlib.resources.files(__name__.rpartition(".compiler.")[0])
-    folders = package, *(package / name for name in ("compiler", "kernels", "host"))
+    folders = package, package / "compiler", package / "kernels"
     files = [(folder.name, file) for folder in folders for file in folder.iterdir()]
     files.append(("", importlib.resources.files(activations.__name__.rpartition(".")[0]) / "activations.py"))
     sources = sorted((folder, file.name, file.read_bytes()) for folder, file in files if file.name.endswith(".py"))

@@ -64,10 +64,11 @@ def _compile(requests: Iterable[_Request]) -> None:
 def _processes(dtype: torch.dtype, shares: Sequence[Sequence[str]]) -> Iterator[None]:
     """Compile the shares meanwhile, each in a process. All have ended at the end of the context."""
     started: list[subprocess.Popen] = []
+    nobody_reads = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     try:
         with contextlib.suppress(OSError):  # there may be no more processes
             for share in shares:
-                started.append(python_process.start(__name__, _name(dtype), *share))
+                started.append(subprocess.Popen(python_process.command(__name__, _name(dtype), *share), **nobody_reads))
         yield
         for process in started:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -2,10 +2,8 @@
 
 Matrices are float32, float64 or bfloat16; for bfloat16, arithmetic and the sums of products are float32. Each
 operation is one parallel region of PyTorch's own OpenMP threads. `portable` computes rare cases (mixed
-precisions, very large weights) and operations that are memory-bound in one pass (`affine_forward`).
-
-On small inputs an operation takes the time of the Python code here. So everything that depends only on sizes is cached
-(`tiling`), and an operation takes all its scratch memory in one call and allocates only its results.
+precisions, very large weights) and operations that are memory-bound in one pass (`affine_forward`). An operation takes
+all its scratch memory in one call and allocates only its results.
 """
 
 import functools
@@ -14,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import portable, scratch
+from ... import portable
 from ...interface import (
     AffineInput,
     BatchNormBackward,
@@ -32,7 +30,6 @@ from ..kernels import kernels
 from ..kernels.formulas import FORMULAS, subroutine_of
 from . import tiling
 from .launch import gemm_address, launch, openmp_functions
-from .products import product_of
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
@@ -42,20 +39,16 @@ norm_activation_max_pool = portable.norm_activation_max_pool
 norm_activation_max_pool_reduce = portable.norm_activation_max_pool_reduce
 norm_activation_max_pool_backward = portable.norm_activation_max_pool_backward
 
-TILE = 192
-"""The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""
-
 WEIGHT_BYTES = 3 << 19
 """The largest weight. A larger weight would be evicted from the L1 and L2 caches between tiles; portable has fewer
 tiles."""
 
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
-    rows, channels = values.shape
-    tiles = tiling.for_statistics(*_limits(), rows, channels)
-    memory = _scratch(tiles, values)
+    tiles = tiling.for_statistics(values)
+    memory = new_scratch(tiles, values)
     record = (
-        *(*openmp_functions(), rows, tiles.rows, *arguments.Matrix.of(values)),
+        *(*openmp_functions(), len(values), tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
     )
     launch(kernels.batch_statistics, values, tiles.threads, record)
@@ -64,11 +57,11 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
-    tiles = tiling.for_grad_input(*_limits(), *values.shape, ARITHMETIC[values.dtype].itemsize)
-    memory = _scratch(tiles, values)
+    tiles = tiling.for_grad_input(values)
+    memory = new_scratch(tiles, values)
     vectors = Within(memory, tiles.grad_vectors)
     record = (
-        *(*openmp_functions(), values.shape[0], *arguments.BatchNormBackwardRecord.of(grad, vectors)),
+        *(*openmp_functions(), len(values), *arguments.BatchNormBackwardRecord.of(grad, vectors)),
         *arguments.Matrix.output(grad_input),
     )
     launch(kernels.batch_norm_grad_input, values, tiles.threads, record)
@@ -79,12 +72,11 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     values = input.values
     if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
         return portable.affine_backward(grad_output, input, accumulator)
-    rows, channels = values.shape
-    tiles = tiling.for_affine_backward(*_limits(), rows, channels, input.dtype.itemsize)
-    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values)
+    tiles = tiling.for_affine_backward(values)
+    grads, memory = _new_gradients(input, accumulator), new_scratch(tiles, values)
     scale = input.norm.scale if input.norm.frozen else 0
     record = (
-        *(*openmp_functions(), rows, tiles.rows),
+        *(*openmp_functions(), len(values), tiles.rows),
         *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
         *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
         *arguments.NormGradients.of(grads, accumulator.sums, input.norm, Within(memory, tiles.partials)),
@@ -167,9 +159,8 @@ def _conv_forward(
     halo: int = 0,
 ) -> Tensor:
     """The forward of any convolution; the arguments are explained in `arguments.ConvForwardArguments`."""
-    settings = weight.shape, *_itemsizes(weight), statistics is not None, window, halo, _is_narrow(weight)
-    tiles = tiling.for_forward(*_limits(), len(input.values), *settings)
-    memory = _scratch(tiles, weight)
+    tiles = tiling.for_forward(len(input.values), weight, statistics is not None, window, halo)
+    memory = new_scratch(tiles, weight)
     record = (
         *(*openmp_functions(), len(output), tiles.rows, memory, tiles.thread_stride),
         *(*(images or absent(arguments.Images)), dilation, window, halo),
@@ -190,10 +181,9 @@ def _conv_backward(
     next_bottleneck: Conv1x1 | None = None,
 ) -> Gradients:
     """The backward of any convolution; the arguments are explained in `arguments.ConvBackwardArguments`."""
-    next_weight = next_bottleneck and next_bottleneck.weight.shape
-    settings = weight.shape, *_itemsizes(weight), accumulator.needs_grad_weight, window, next_weight
-    tiles = tiling.for_backward(*_limits(), input.values.shape[0], *settings)
-    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
+    next_weight = None if next_bottleneck is None else next_bottleneck.weight
+    tiles = tiling.for_backward(len(input.values), weight, accumulator.needs_grad_weight, window, next_weight)
+    grads, memory = _new_gradients(input, accumulator, weight), new_scratch(tiles, weight)
     if isinstance(grad_output, Tensor):
         rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
     else:
@@ -228,25 +218,11 @@ def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_narrow(weight: Tensor) -> bool:
-    return weight.dtype is not ARITHMETIC[weight.dtype]
-
-
-def _itemsizes(weight: Tensor) -> tuple[int, int]:
-    """The itemsizes of the arithmetic's dtype and of the operands of products."""
-    return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
-
-
-def _limits() -> tuple[int, int]:
-    """The most rows of a tile, and the most threads."""
-    return TILE, torch.get_num_threads()
-
-
-def _scratch(tiles: Tiles, like: Tensor) -> Tensor:
+def new_scratch(tiles: Tiles, like: Tensor) -> Tensor:
     """Memory for all temporaries of a kernel for matrices like this one; the caller keeps it alive while the kernel
     runs."""
     dtype = ARITHMETIC[like.dtype]
-    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, like.device)
+    return torch.empty(tiles.scratch_bytes // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:

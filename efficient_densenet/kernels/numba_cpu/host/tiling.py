@@ -1,26 +1,26 @@
-"""The number of threads of a kernel, the rows of their tiles, and the layout of the kernel's scratch memory.
+"""The number of threads of a kernel, the rows of their tiles, and the layout of the kernel's scratch memory."""
 
-Everything depends only on a few sizes, among them `tile`, the most rows of a tile, and `threads`, the most threads.
-"""
-
-import functools
 import itertools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from ..arguments import REMEMBERED_SIZES, conv_sizes
+from ..arguments import conv_sizes
+from ..compiler.compilation import ARITHMETIC
 from ..kernels.gemm import TILE_MULTIPLE
 from ..kernels.memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
 from ..kernels.statistics import STATISTICS_ROWS
+from .products import product_of
+
+TILE = 192
+"""The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""
 
 TILE_BYTES = 1 << 21
 """The most bytes of a tile's scratch, unless a quarter of the rows needs more."""
 
 _FLOAT64_BYTES = 8
 """Partial sums are in float64."""
-
-_remembered = functools.lru_cache(maxsize=REMEMBERED_SIZES)
 
 
 class Tiles(NamedTuple):
@@ -40,104 +40,90 @@ class Tiles(NamedTuple):
     scratch_bytes: int
 
 
-def num_threads(tile: int, threads: int, rows: int) -> int:
-    """At most one thread for each tile."""
-    return max(1, min(threads, -(-rows // tile)))
+def for_statistics(values: Tensor) -> Tiles:
+    rows, channels = values.shape
+    threads = _num_threads(rows)
+    return _tiles(threads, _tile_rows(threads, rows), partials=STATISTICS_ROWS * channels)
 
 
-@_remembered
-def for_statistics(tile: int, threads: int, rows: int, channels: int) -> Tiles:
-    threads = num_threads(tile, threads, rows)
-    return _tiles(threads, _tile_rows(tile, threads, rows), partials=STATISTICS_ROWS * channels)
+def for_grad_input(values: Tensor) -> Tiles:
+    rows, channels = values.shape
+    return _tiles(_num_threads(rows), rows, ARITHMETIC[values.dtype].itemsize, grad_vectors=2 * channels)
 
 
-@_remembered
-def for_grad_input(tile: int, threads: int, rows: int, channels: int, itemsize: int) -> Tiles:
-    return _tiles(num_threads(tile, threads, rows), rows, itemsize, grad_vectors=2 * channels)
-
-
-@_remembered
-def for_affine_backward(tile: int, threads: int, rows: int, channels: int, itemsize: int) -> Tiles:
-    threads = num_threads(tile, threads, rows)
+def for_affine_backward(values: Tensor) -> Tiles:
+    (rows, channels), itemsize = values.shape, ARITHMETIC[values.dtype].itemsize
+    threads = _num_threads(rows)
     row_bytes = padded_stride(channels, itemsize) * itemsize
-    return _tiles(threads, _tile_rows(tile, threads, rows, row_bytes), partials=2 * channels)
+    return _tiles(threads, _tile_rows(threads, rows, row_bytes), partials=2 * channels)
 
 
-@_remembered
 def halo(shape: torch.Size, dilation: int) -> int:
     """The number of rows before and after a row on which the output of a 3×3 convolution depends: the distance of the
     farthest tap, in pixels, is a pixel plus a row of pixels plus a plane."""
     return dilation * (1 + sum(shape[1:][-i:].numel() for i in range(1, len(shape) - 1)))
 
 
-@_remembered
-def for_forward(
-    tile: int,
-    threads: int,
-    rows: int,
-    weight: torch.Size,
-    itemsize: int,
-    operand_itemsize: int,
-    statistics: bool = False,
-    window: int = 1,
-    halo: int = 0,
-    narrow: bool = False,
-) -> Tiles:
-    """For the forward of a convolution with a weight of this shape. With a halo, products for all taps come first.
+def for_forward(rows: int, weight: Tensor, has_statistics: bool, window: int = 1, halo: int = 0) -> Tiles:
+    """The tiles of `rows` rows of the input of a convolution's forward. With a halo, products for all taps come first.
 
     Two neighboring threads both compute the halo between them: fewer threads run if it exceeds a quarter of a thread's
-    rows. `itemsize` is the arithmetic's. An output of `narrow` elements is rounded from a buffer: of the product or,
-    with a halo, of one row's sums. A pooled row of narrow operands is rounded from a buffer too.
+    rows. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's sums. A pooled row of
+    narrow operands is rounded from a buffer too.
     """
+    itemsize, operand_itemsize = _itemsizes(weight)
     out_channels, in_channels, taps = conv_sizes(weight)
-    columns = whole_panels(taps * out_channels, itemsize)
-    threads = min(num_threads(tile, threads, rows), max(1, rows // (4 * halo or 1)))
+    columns, is_narrow = whole_panels(taps * out_channels, itemsize), weight.itemsize < itemsize
+    threads = min(_num_threads(rows), max(1, rows // (4 * halo or 1)))
     per_row = padded_stride(in_channels, operand_itemsize) * operand_itemsize // itemsize
     row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
     if halo:
-        per_row, row_sums = per_row + columns, whole_panels(out_channels, itemsize) if narrow else 0
-    elif narrow:
+        per_row, row_sums = per_row + columns, whole_panels(out_channels, itemsize) if is_narrow else 0
+    elif is_narrow:
         per_row += padded_stride(columns, itemsize)
-    tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
+    tile_rows = _tile_rows(threads, rows, per_row * itemsize, window)
     return _tiles(
         *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns + row_sums),
         panels=in_channels * columns,
-        partials=STATISTICS_ROWS * out_channels if statistics else 0,
+        partials=STATISTICS_ROWS * out_channels if has_statistics else 0,
         vectors=2 * in_channels,
     )
 
 
-@_remembered
 def for_backward(
-    tile: int,
-    threads: int,
-    rows: int,
-    weight: torch.Size,
-    itemsize: int,
-    operand_itemsize: int,
-    needs_grad_weight: bool,
-    window: int = 1,
-    next_weight: torch.Size | None = None,
+    rows: int, weight: Tensor, needs_grad_weight: bool, window: int = 1, next_weight: Tensor | None = None
 ) -> Tiles:
-    """For the backward of a convolution with a weight of this shape, and of the next bottleneck if there is one, whose
-    weight is no larger."""
+    """The tiles of `rows` rows of the input of a convolution's backward, and of the next bottleneck if there is one,
+    whose weight is no larger."""
+    itemsize, operand_itemsize = _itemsizes(weight)
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
-    threads = num_threads(tile, threads, rows)
+    threads = _num_threads(rows)
     strides = ((padded_stride(each, itemsize), padded_stride(each, operand_itemsize)) for each in (columns, in_columns))
     per_row = sum(buffer_stride(*each, itemsize // operand_itemsize) for each in strides)
-    tile_rows = _tile_rows(tile, threads, rows, per_row * itemsize, window)
+    tile_rows = _tile_rows(threads, rows, per_row * itemsize, window)
     row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
+    next_out_channels, next_channels = (0, 0) if next_weight is None else next_weight.shape
     return _tiles(
         *(threads, tile_rows, itemsize, tile_rows * per_row + row_sums),
         panels=taps * out_channels * in_columns,
-        next_panels=0 if next_weight is None else next_weight[1] * whole_panels(next_weight[0], itemsize),
+        next_panels=next_channels * whole_panels(next_out_channels, itemsize),
         partials=2 * in_channels,
         grad_weight=in_channels * columns if needs_grad_weight else 0,
         vectors=2 * in_channels,
-        next_vectors=0 if next_weight is None else 2 * next_weight[1],
+        next_vectors=2 * next_channels,
         grad_vectors=2 * out_channels,
     )
+
+
+def _itemsizes(weight: Tensor) -> tuple[int, int]:
+    """The itemsizes of the arithmetic's dtype and of the operands of products."""
+    return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
+
+
+def _num_threads(rows: int) -> int:
+    """At most one thread for each tile."""
+    return max(1, min(torch.get_num_threads(), -(-rows // TILE)))
 
 
 def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: int) -> int:
@@ -145,10 +131,10 @@ def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: 
     return whole_panels(in_channels, itemsize) if window > 1 and operand_itemsize < itemsize else 0
 
 
-def _tile_rows(tile: int, threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:
+def _tile_rows(threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:
     """As many rows of `row_bytes` bytes as fit the cache. With a `window` of pixels, rows are pooled output rows."""
-    in_cache = max(tile // 4, TILE_BYTES // (row_bytes or 1))
-    tile_rows = min(tile, in_cache, rows // (4 * threads) + 8) // window  # few rows need little scratch
+    in_cache = max(TILE // 4, TILE_BYTES // (row_bytes or 1))
+    tile_rows = min(TILE, in_cache, rows // (4 * threads) + 8) // window  # few rows need little scratch
     return max(1, -(-tile_rows // TILE_MULTIPLE)) * TILE_MULTIPLE
 
 

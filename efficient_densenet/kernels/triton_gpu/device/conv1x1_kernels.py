@@ -1,8 +1,6 @@
 """The 1×1 convolution after a norm and an activation, and its backward, in Triton. `conv1x1` launches them.
 
-Layout and grids are as in `kernels`. A launch takes OUT_CHANNELS of the convolution's output channels, whose rows
-have the stride OUT_STRIDE: a wide convolution takes several launches, since a tile has all output channels of its
-launch.
+Layout and grids are as in `kernels`. A tile has all OUT_CHANNELS output channels.
 """
 
 # ruff: noqa: N803 (compile-time constants are in capitals, as in Triton's own kernels)
@@ -10,7 +8,17 @@ launch.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
+from .device_functions import (
+    SIZES,
+    VECTORS,
+    accumulate,
+    batch_norm_grad_coefficients,
+    divisible,
+    load_affine,
+    load_vector,
+    offsets,
+    store_pair,
+)
 from .formulas import activate, grad_before_activation
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
@@ -32,12 +40,11 @@ def conv1x1_forward(
     channels,
     values_stride,
     OUT_CHANNELS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    WITH_STATISTICS: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -47,7 +54,7 @@ def conv1x1_forward(
     """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
     A GEMM whose prologue is the norm and the activation f, and whose epilogue is the statistics of the tile as it is
-    stored: stats[row tiles, 2, OUT_STRIDE]. A tile has all output channels; the loop is over input channels (K).
+    stored: stats[row tiles, 2, OUT_CHANNELS]. A tile has all output channels; the loop is over input channels (K).
     Grid: (row tiles,).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -65,35 +72,17 @@ def conv1x1_forward(
         activation = as_operand(activate(x * scale + shift, ACTIVATION, A, B), w, PRECISION)
         total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
-    tl.store(output + offsets(row, OUT_STRIDE, out_channel), result, row_mask & out_mask[None, :])
-    if WITH_STATISTICS:
+    tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
+    if HAS_STATISTICS:
         count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)
-        stats += tile.to(tl.int64) * 2 * OUT_STRIDE
-        store_tile_statistics(stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_STRIDE)
+        stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
+        store_tile_statistics(stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
 
 
 @triton.jit
 def tile_offsets(row, stride, channel):
     """(rows, channels) offsets within a tile, in int32: a tile is small, and int64 would take twice the registers."""
     return row[:, None] * stride + channel[None, :]
-
-
-@triton.jit
-def grad_output_coefficients(
-    out_mean, out_inv_std, out_sums, sums_stride, inv_count, out, mask, HAS_SUMS: tl.constexpr, HAS_MEAN: tl.constexpr
-):
-    """slope, constant and r of a batch norm's backward, slope · x + constant + r · g. Without HAS_SUMS the result is
-    g."""
-    if HAS_SUMS:
-        r = load_vector(out_inv_std, out, mask)
-        slope = load_vector(out_sums + sums_stride, out, mask) * r * (-inv_count * r)
-        constant = load_vector(out_sums, out, mask) * (-inv_count * r)
-        if HAS_MEAN:
-            constant -= load_vector(out_mean, out, mask) * slope
-    else:
-        r = tl.where(mask, 1.0, 0.0)[None, :]
-        slope, constant = 0.0 * r, 0.0 * r
-    return slope, constant, r
 
 
 @triton.jit
@@ -128,7 +117,6 @@ def conv1x1_backward(
     values_stride,
     sums_stride,
     OUT_CHANNELS: tl.constexpr,
-    OUT_STRIDE: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     HAS_OUT_MEAN: tl.constexpr,
     HAS_MEAN: tl.constexpr,
@@ -153,7 +141,7 @@ def conv1x1_backward(
     g = (grad_output @ weight[out_channels, channels]) · f'(z) exists a tile at a time:
     grad_accum += grad_scale · g (`=` with OVERWRITE),
     partial_sums[splits, 2, channels] = Σ g and Σ g · values,
-    partial_grad_weight[splits, OUT_STRIDE, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
+    partial_grad_weight[splits, OUT_CHANNELS, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
     The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
     """
@@ -170,7 +158,7 @@ def conv1x1_backward(
     w_mask = out_mask[:, None] & channel_mask[None, :]
     w = tl.load(weight + tile_offsets(out, channels, channel), w_mask, 0.0)
     w = as_operand(w, w, PRECISION)
-    a, b, c = grad_output_coefficients(
+    a, b, c = batch_norm_grad_coefficients(
         out_mean, out_inv_std, out_sums, sums_stride, inv_count, out, out_mask, HAS_SUMS, HAS_OUT_MEAN
     )
     grad_weight = tl.zeros((BLOCK_OUT, BLOCK_CHANNELS), tl.float32)
@@ -180,7 +168,7 @@ def conv1x1_backward(
         w_rest_mask = rest_mask[:, None] & channel_mask[None, :]
         w_rest = tl.load(weight + tile_offsets(rest, channels, channel), w_rest_mask, 0.0)
         w_rest = as_operand(w_rest, w_rest, PRECISION)
-        a_rest, b_rest, c_rest = grad_output_coefficients(
+        a_rest, b_rest, c_rest = batch_norm_grad_coefficients(
             out_mean, out_inv_std, out_sums, sums_stride, inv_count, rest, rest_mask, HAS_SUMS, HAS_OUT_MEAN
         )
         grad_weight_rest = tl.zeros((BLOCK_REST, BLOCK_CHANNELS), tl.float32)
@@ -191,18 +179,18 @@ def conv1x1_backward(
         first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
         mask = row_mask & channel_mask[None, :]
-        out_tile, out_accum_tile = output + first * OUT_STRIDE, output_grad_accum + first * OUT_STRIDE
+        out_tile, out_accum_tile = output + first * OUT_CHANNELS, output_grad_accum + first * OUT_CHANNELS
         x = tl.load(values + first * values_stride + tile_offsets(tile_row, values_stride, channel), mask, 0.0)
         z = x.to(tl.float32) * scale + shift
         activation = activate(z, ACTIVATION, A, B)
         y = as_operand(activation, w, PRECISION)
-        offset, tile_mask = tile_offsets(tile_row, OUT_STRIDE, out), row_mask & out_mask[None, :]
+        offset, tile_mask = tile_offsets(tile_row, OUT_CHANNELS, out), row_mask & out_mask[None, :]
         grad_out = grad_output_operand(out_tile, out_accum_tile, offset, tile_mask, a, b, c, w, PRECISION)
         if NEEDS_GRAD_WEIGHT:
             grad_weight = tl.dot(tl.trans(grad_out), y, grad_weight, input_precision=PRECISION)
         grad = tl.dot(grad_out, w, input_precision=PRECISION)
         if BLOCK_REST:
-            offset, tile_mask = tile_offsets(tile_row, OUT_STRIDE, rest), row_mask & rest_mask[None, :]
+            offset, tile_mask = tile_offsets(tile_row, OUT_CHANNELS, rest), row_mask & rest_mask[None, :]
             grad_rest = grad_output_operand(
                 out_tile, out_accum_tile, offset, tile_mask, a_rest, b_rest, c_rest, w, PRECISION
             )
@@ -216,7 +204,7 @@ def conv1x1_backward(
         product_sum += tl.sum(grad * x.to(tl.float32), 0)
     split = tl.program_id(1).to(tl.int64)
     if NEEDS_GRAD_WEIGHT:
-        partial_grad_weight += split * OUT_STRIDE * channels
+        partial_grad_weight += split * OUT_CHANNELS * channels
         tl.store(partial_grad_weight + tile_offsets(out, channels, channel), grad_weight, w_mask)
         if BLOCK_REST:
             tl.store(partial_grad_weight + tile_offsets(rest, channels, channel), grad_weight_rest, w_rest_mask)

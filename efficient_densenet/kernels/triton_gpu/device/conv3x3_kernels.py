@@ -8,8 +8,7 @@ activation is zero outside the image.
 Forward (an implicit GEMM): the values have several times as many channels as the output, so a tile of them is loaded
 three times rather than nine, once for each dy, and multiplied by the weights of all three dx. Each dx has its own
 accumulator, and the epilogue adds them up: output[x] = left[x − dilation] + center[x] + right[x + dilation]. For that,
-tiles overlap by the dilation at both ends. Without SHIFT_SUMS a tile is loaded for each tap: Triton gathers within a
-tile only since 3.3, and a dilation that is large for the tile would make most of the tile overlap.
+tiles overlap by the dilation at both ends.
 
 Backward: two kernels, each of which loops over one product. A fused kernel, which reads the values once for both, was
 compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 registers, and most shapes spilled.
@@ -24,9 +23,6 @@ from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine
 from .formulas import activate, grad_before_activation
 from .operands import as_operand
 from .statistics_kernels import store_tile_statistics
-
-HAS_GATHER = hasattr(tl, "gather")
-"""Whether a forward may shift sums within a tile: since Triton 3.3."""
 
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
@@ -48,18 +44,12 @@ def add_tap(total, activation, weight, PRECISION: tl.constexpr):
     return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
 
 
-if HAS_GATHER:
-
-    @triton.jit
-    def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
-        """matrix[position], zero where the mask is False."""
-        index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
-        shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
-        return tl.where(mask[:, None], shifted, 0.0)
-
-else:
-    # Triton looks up every name of a kernel, even in branches that it does not compile.
-    shifted_rows = None  # pyright: ignore[reportAssignmentType]
+@triton.jit
+def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """matrix[position], zero where the mask is False."""
+    index = tl.minimum(tl.maximum(position, 0), BLOCK_ROWS - 1)[:, None]
+    shifted = tl.gather(matrix, tl.broadcast_to(index, (BLOCK_ROWS, BLOCK_OUT)), 0)
+    return tl.where(mask[:, None], shifted, 0.0)
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
@@ -85,7 +75,6 @@ def conv3x3_forward(
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
-    SHIFT_SUMS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -95,51 +84,39 @@ def conv3x3_forward(
 ):
     """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
-    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows writes the
-    rows outside of the `overlap` at either end, which is the dilation with SHIFT_SUMS, else 0. Grid: (row tiles, out
-    tiles).
+    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows does not
+    write the `dilation` rows at either end. Grid: (row tiles, out tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
-    overlap = dilation if SHIFT_SUMS else 0
-    tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * overlap
+    tile, tile_rows = tl.program_id(0), BLOCK_ROWS - 2 * dilation
     position = tl.arange(0, BLOCK_ROWS)
-    row = tile * tile_rows - overlap + position
+    row = tile * tile_rows - dilation + position
     in_matrix = (row >= 0) & (row < num_rows)
     y, x = row // width % height, row % width
     out_channel = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     out_mask = out_channel < OUT_CHANNELS
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
-    if SHIFT_SUMS:
-        left, right = total, total
-    loads = 3 if SHIFT_SUMS else 9
-    for step in range(loads * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
-        channel = step // loads * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    left, right = total, total
+    for step in range(3 * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
+        channel = step // 3 * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
         a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
-        if SHIFT_SUMS:
-            dy, dx, tap = (step % 3 - 1) * dilation, 0, step % 3 * 3
-        else:
-            dy, dx, tap = (step % 9 // 3 - 1) * dilation, (step % 3 - 1) * dilation, step % 9
-        inside = in_matrix & (y + dy >= 0) & (y + dy < height) & (x + dx >= 0) & (x + dx < width)
-        mask = inside[:, None] & channel_mask[None, :]
-        pixel = row + dy * width + dx
+        dy, tap = (step % 3 - 1) * dilation, step % 3 * 3
+        mask = (in_matrix & (y + dy >= 0) & (y + dy < height))[:, None] & channel_mask[None, :]
+        pixel = row + dy * width
         pixels, _z, _values = load_activation(values, pixel, values_stride, channel, mask, a, b, ACTIVATION, A, B)
         w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
         w_mask = out_mask[:, None] & channel_mask[None, :]
         w = tl.load(w_pointers, w_mask, 0.0)
         pixels = as_operand(pixels, w, PRECISION)
-        if SHIFT_SUMS:
-            left = add_tap(left, pixels, w, PRECISION)
-            total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
-            right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
-        else:
-            total = add_tap(total, pixels, w, PRECISION)
-    if SHIFT_SUMS:
-        total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
-        total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
+        left = add_tap(left, pixels, w, PRECISION)
+        total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
+        right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
+    total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
+    total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
     result = total.to(output.dtype.element_ty)
-    is_own = ((position >= overlap) & (position < BLOCK_ROWS - overlap) & (row < num_rows))[:, None]
+    is_own = ((position >= dilation) & (position < BLOCK_ROWS - dilation) & (row < num_rows))[:, None]
     tl.store(output + offsets(row, output_stride, out_channel), result, is_own & out_mask[None, :])
     if HAS_STATISTICS:
         count = tl.minimum(tile_rows, num_rows - tile * tile_rows)

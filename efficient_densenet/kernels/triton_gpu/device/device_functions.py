@@ -44,6 +44,24 @@ def load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HA
 
 
 @triton.jit
+def batch_norm_grad_coefficients(
+    mean, inv_std, sums, sums_stride, inv_count, channel, mask, HAS_SUMS: tl.constexpr, HAS_MEAN: tl.constexpr
+):
+    """slope, constant and r of a batch norm's backward, slope · x + constant + r · g. Without HAS_SUMS the result is
+    g."""
+    if HAS_SUMS:
+        r = load_vector(inv_std, channel, mask)
+        slope = load_vector(sums + sums_stride, channel, mask) * r * (-inv_count * r)
+        constant = load_vector(sums, channel, mask) * (-inv_count * r)
+        if HAS_MEAN:
+            constant -= load_vector(mean, channel, mask) * slope
+    else:
+        r = tl.where(mask, 1.0, 0.0)[None, :]
+        slope, constant = 0.0 * r, 0.0 * r
+    return slope, constant, r
+
+
+@triton.jit
 def window_pixel(row, height, width, i, POOL: tl.constexpr):
     """The i-th pixel of the POOL × POOL window that pooling reduces to output pixel `row`, as a row of the input."""
     if POOL == 1:

@@ -27,6 +27,7 @@ from .device_functions import (
     SIZES,
     VECTORS,
     accumulate,
+    batch_norm_grad_coefficients,
     divisible,
     load_affine,
     load_vector,
@@ -167,11 +168,9 @@ def batch_norm_grad_input(
     output_stride, accum_stride = divisible(output_stride, DIVISIBILITY), divisible(accum_stride, DIVISIBILITY)
     channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
-    c = load_vector(inv_std, channel, channel_mask)
-    a = load_vector(sums + sums_stride, channel, channel_mask) * c * (-inv_count * c)
-    b = load_vector(sums, channel, channel_mask) * (-inv_count * c)
-    if HAS_MEAN:
-        b -= load_vector(mean, channel, channel_mask) * a
+    a, b, c = batch_norm_grad_coefficients(
+        mean, inv_std, sums, sums_stride, inv_count, channel, channel_mask, True, HAS_MEAN
+    )
     for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...activations import ActivationSpec
-from ...interface import BatchNormAffine, Gradients, StatisticsOutput
+from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
 from ..device import finishing_kernels, statistics_kernels
 from . import launch
 
@@ -46,16 +46,23 @@ def activation_constants(spec: ActivationSpec) -> dict[str, Any]:
     return {"ACTIVATION": spec.name, "A": spec.a, "B": spec.b}
 
 
+def input_arguments(input: AffineInput) -> tuple[Tensor, tuple[Tensor, ...], dict[str, Any]]:
+    """The values and the norm's vectors as kernels read them, and the constants of the norm and the activation."""
+    vectors, has_mean = norm_vectors(input.norm)
+    constants = {"HAS_MEAN": has_mean, **activation_constants(input.activation)}
+    return with_contiguous_rows(input.values), vectors, constants
+
+
 def with_contiguous_rows(matrix: Tensor) -> Tensor:
     """`matrix`, or a copy if its channels are not contiguous. The kernels take any row stride."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def run(
-    kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], constants: dict[str, Any], *tensors: Tensor | None
+    kernel: Any, grid: tuple[int, ...], numbers: tuple[float, ...], constants: dict[str, Any], *tensors: Tensor
 ) -> None:
     """Launch the kernel with these arguments, tensors before numbers."""
-    launch.launch(launch.cached_launch(kernel, grid, *numbers, **constants), *tensors)
+    launch.launch(launch.Launch(kernel, grid, numbers, constants.copy()), *tensors)
 
 
 def finish_backward(

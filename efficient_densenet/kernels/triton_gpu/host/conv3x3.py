@@ -10,19 +10,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from ...convolution import precision
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
-from ..device.conv3x3_kernels import HAS_GATHER
 from .common import (
-    activation_constants,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
-    norm_vectors,
+    input_arguments,
     num_splits,
     run,
     with_contiguous_rows,
@@ -38,19 +37,22 @@ MAX_EXACT_OUT_CHANNELS = 16
 MAX_PIXELS = 2**30
 """Row numbers, also shifted by a tap, must fit int32."""
 
-MAX_OVERLAP = 1 / 8
-"""The largest fraction of a forward's tile that may overlap its neighbors."""
+MAX_DILATION = 4
+"""The largest dilation: tiles of a forward, of 64 rows or more, overlap by it at both ends."""
+
+HAS_GATHER = hasattr(tl, "gather")
+"""Whether a forward can shift sums within a tile: since Triton 3.3."""
 
 
 def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
     """Whether Triton's kernels take a convolution of images of `shape`, (images, *spatial), rather than cuDNN.
 
     A DenseNet's convolutions are limited by memory traffic, and Triton's kernels move less than half of cuDNN's bytes,
-    for any number of in_channels and any dilation. With many output channels the products take longer; with exact
-    products, 17 are many. The kernels support images of two dimensions only.
+    for any number of in_channels. With many output channels the products take longer; with exact products, 17 are many.
+    The kernels support images of two dimensions only.
     """
     out_channels = weight.shape[0]
-    if len(shape) != 3 or out_channels > MAX_OUT_CHANNELS:
+    if not HAS_GATHER or len(shape) != 3 or out_channels > MAX_OUT_CHANNELS or dilation > MAX_DILATION:
         return False
     if out_channels > MAX_EXACT_OUT_CHANNELS and weight.dtype == torch.float32 and precision() == "ieee":
         return False
@@ -65,18 +67,15 @@ def forward(
     statistics: StatisticsOutput | None = None,
 ) -> Tensor:
     """The output, (pixels, out_channels); writes its statistics, where they are requested."""
-    values, weight = with_contiguous_rows(input.values), _channels_last(weight)
+    (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
     (num_rows, channels), out_channels, has_statistics = values.shape, weight.shape[0], statistics is not None
     tile = forward_tile(out_channels, weight.dtype, num_rows, device_limits(values.device))
-    shift_sums = HAS_GATHER and 2 * dilation <= MAX_OVERLAP * tile["BLOCK_ROWS"]
-    tile_rows = tile["BLOCK_ROWS"] - (2 * dilation if shift_sums else 0)
+    tile_rows = tile["BLOCK_ROWS"] - 2 * dilation
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
     stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
-    vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "HAS_STATISTICS": has_statistics}
-    constants |= {"SHIFT_SUMS": shift_sums, "PRECISION": precision(), **tile, **activation_constants(input.activation)}
+    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics, "PRECISION": precision(), **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
     # CUDA takes at most 65,535 program instances on any axis but the first.
@@ -115,18 +114,17 @@ def _grad_input(
     dilation: int,
 ) -> Tensor:
     """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels)."""
-    values, weight, grad_accum = with_contiguous_rows(input.values), _channels_last(weight), accumulator.grad_accum
+    (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
+    grad_accum = accumulator.grad_accum
     (num_rows, channels), limits = values.shape, device_limits(values.device)
     tile = grad_input_tile(weight.shape[0], weight.dtype, limits.shared_memory)
     channel_tiles = cdiv(channels, tile["BLOCK_CHANNELS"])
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
-    vectors, has_mean = norm_vectors(input.norm)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     sizes = num_rows, channels, *shape[1:], dilation, *strides
-    constants = {"OUT_CHANNELS": weight.shape[0], "HAS_MEAN": has_mean, "FROZEN": input.norm.frozen}
-    constants |= {"OVERWRITE": accumulator.overwrite, "PRECISION": precision(), **tile}
-    constants |= activation_constants(input.activation)
+    constants |= {"OUT_CHANNELS": weight.shape[0], "FROZEN": input.norm.frozen, "OVERWRITE": accumulator.overwrite}
+    constants |= {"PRECISION": precision(), **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
     tensors = partial_sums, grad_accum, grad_output, values, *vectors, weight
@@ -136,7 +134,7 @@ def _grad_input(
 
 def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
     """The weight's gradient of each split of the rows, (splits, out_channels, 9, channels)."""
-    values, out_channels = with_contiguous_rows(input.values), grad_output.shape[1]
+    (values, vectors, constants), out_channels = input_arguments(input), grad_output.shape[1]
     num_rows, channels = values.shape
     tile = grad_weight_tile(grad_output.dtype)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
@@ -144,10 +142,8 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
-    vectors, has_mean = norm_vectors(input.norm)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
-    constants = {"OUT_CHANNELS": out_channels, "HAS_MEAN": has_mean, "PRECISION": precision(), **tile}
-    constants |= activation_constants(input.activation)
+    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": precision(), **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
     tensors = partial_grad_weight, grad_output, values, *vectors

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...._dimensions import DIMENSIONS
-from ... import portable, row_tiles
+from ... import convolution, portable, row_tiles
 from ...activations import IDENTITY
 from ...interface import (
     AffineInput,
@@ -28,12 +28,11 @@ from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3
 from .common import (
     MAX_PROGRAM_INSTANCES,
-    activation_constants,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
-    norm_vectors,
+    input_arguments,
     num_splits,
     run,
     with_contiguous_rows,
@@ -70,14 +69,14 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     if grad.sums is None or grad.inv_std is None:
         return grad.grad_accum.contiguous()
-    values, grad_accum, has_mean = with_contiguous_rows(grad.values), grad.grad_accum, grad.mean is not None
+    values, grad_accum = with_contiguous_rows(grad.values), grad.grad_accum
     num_rows, channels = values.shape
     in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
     grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
-    tensors = grad_input, grad_accum, values, grad.mean if has_mean else inv_std, inv_std, grad.sums
+    tensors = grad_input, grad_accum, values, inv_std if grad.mean is None else grad.mean, inv_std, grad.sums
     sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
-    constants = {"HAS_MEAN": has_mean, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
+    constants = {"HAS_MEAN": grad.mean is not None, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
     numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
     run(kernels.batch_norm_grad_input, _grid(num_rows, channels, _NARROW_TILE), numbers, constants, *tensors)
     return grad_input
@@ -95,9 +94,12 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
 
 
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
-    stats, block_rows = conv1x1.forward(conv, with_statistics=statistics is not None)
+    if not conv1x1.is_for_triton(conv.weight):
+        return portable.conv1x1_forward(conv, statistics)
+    stats, block_rows = conv1x1.forward(conv, has_statistics=statistics is not None)
     if statistics is not None:
         combine_statistics(stats, block_rows, len(conv.output), statistics)
+    return None
 
 
 def conv1x1_backward(
@@ -107,6 +109,8 @@ def conv1x1_backward(
     accumulator: GradAccumulator,
     next_bottleneck: Conv1x1 | None = None,
 ) -> Gradients:
+    if not conv1x1.is_for_triton(weight):
+        return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
     grads = conv1x1.backward(grad_output, input, weight, accumulator)
     if next_bottleneck is not None:
         conv1x1_forward(next_bottleneck)
@@ -185,22 +189,16 @@ def _cudnn_conv_backward(
     dilation: int = 1,
 ) -> Gradients:
     grad_weight, partial_sums = None, []
-    padding = [size // 2 * dilation for size in weight.shape[2:]]
-    stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
-    output_mask = [True, accumulator.needs_grad_weight, False]
-    settings = None, stride, padding, dilations, False, output_padding, 1, output_mask
     for tile, output_tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
         output_shape = torch.Size([len(activation), *activation.shape[2:]])
         grad_output_tile = to_spatial(grad_output[output_tile], output_shape)
-        grad, grad_weight_tile, _ = torch.ops.aten.convolution_backward(grad_output_tile, activation, weight, *settings)
-        if grad_weight is not None:
+        grad, grad_weight_tile = convolution.gradients(
+            grad_output_tile, activation, weight, dilation, accumulator.needs_grad_weight
+        )
+        if grad_weight is not None and grad_weight_tile is not None:
             grad_weight.add_(grad_weight_tile)
-        elif accumulator.needs_grad_weight:
-            # cuDNN's own layout is channels_last; a parameter's gradient is contiguous.
-            if grad_weight_tile.dtype == torch.float32:
-                grad_weight = grad_weight_tile.contiguous()  # `to` would copy a 1×1 weight too
-            else:
-                grad_weight = grad_weight_tile.to(torch.float32, memory_format=torch.contiguous_format)
+        elif grad_weight_tile is not None:  # in cuDNN's own layout, channels_last
+            grad_weight = grad_weight_tile.float().contiguous()
         tile_shape = torch.Size([len(activation), *shape[1:]])
         partial_sums.append(
             _affine_activation_pool_backward(
@@ -231,13 +229,12 @@ def _activation_tiles(
 
 def _affine_activation_pool(input: AffineInput, dtype: torch.dtype, shape: torch.Size, pool: int = 1) -> Tensor:
     """average_pool(f(scale · values + shift)) in `dtype`, (pooled pixels, channels)."""
-    values, (vectors, has_mean) = with_contiguous_rows(input.values), norm_vectors(input.norm)
+    values, vectors, constants = input_arguments(input)
     num_images, height, width = _as_images(shape)
     num_rows, channels = num_images * (height // pool) * (width // pool), values.shape[1]
     output = values.new_empty(num_rows, channels, dtype=dtype)
     sizes = channels, values.stride(0), height, width
-    constants = {"HAS_MEAN": has_mean, "POOL": pool, **activation_constants(input.activation), **_TILE}
-    constants["DIVISIBILITY"] = divisibility(values.dtype, *sizes[:2])
+    constants |= {"POOL": pool, "DIVISIBILITY": divisibility(values.dtype, *sizes[:2]), **_TILE}
     grid, tensors = _grid(num_rows, channels, _TILE), (output, values, *vectors)
     run(kernels.affine_activation_pool_forward, grid, (num_rows, *sizes), constants, *tensors)
     return output
@@ -251,7 +248,8 @@ def _affine_activation_pool_backward(
     pool: int = 1,
 ) -> Tensor:
     """Accumulates the gradient g of the affine map; returns the partial sums, (splits, 2, channels)."""
-    values, grad_accum, overwrite = with_contiguous_rows(input.values), accumulator.grad_accum, accumulator.overwrite
+    values, vectors, constants = input_arguments(input)
+    grad_accum, overwrite = accumulator.grad_accum, accumulator.overwrite
     if overwrite and any(size % pool for size in shape[1:]):
         grad_accum.zero_()  # pixels at the edge of an odd size are in no window: the kernel does not write them
     num_rows, channels = grad_output.shape
@@ -260,11 +258,9 @@ def _affine_activation_pool_backward(
     tile = _UNALIGNED_POOLED_TILE if pool > 1 and alignment == 1 else _TILE
     grid = _grid(num_rows, channels, tile)
     partial_sums = values.new_empty(grid[1], 2, channels, dtype=torch.float32)
-    vectors, has_mean = norm_vectors(input.norm)
     tensors = partial_sums, grad_accum, grad_output.contiguous(), values, *vectors
     _, height, width = _as_images(shape)
-    constants = {"HAS_MEAN": has_mean, "FROZEN": input.norm.frozen, "POOL": pool, **tile}
-    constants |= {"OVERWRITE": overwrite, "DIVISIBILITY": alignment, **activation_constants(input.activation)}
+    constants |= {"FROZEN": input.norm.frozen, "POOL": pool, "OVERWRITE": overwrite, "DIVISIBILITY": alignment, **tile}
     sizes = num_rows, channels, *strides, height, width
     run(kernels.affine_activation_pool_backward, grid, sizes, constants, *tensors)
     return partial_sums

@@ -11,9 +11,6 @@ from typing import NamedTuple
 import torch
 
 KIB = 1024
-MAX_OUT_CHANNELS = 256
-"""The most output channels of a launch: a tile holds all of them in registers."""
-
 RESERVED_SHARED_MEMORY = KIB
 """The bytes of shared memory that CUDA reserves in each block."""
 
@@ -70,7 +67,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 class Tile(NamedTuple):
-    """The tile of a program instance: rows × input channels, and all of a launch's output channels, in two parts.
+    """The tile of a program instance: rows × input channels, and all output channels, in two parts.
 
     `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
     """
@@ -139,12 +136,6 @@ BACKWARD_TILES = {
 }
 
 
-def slice_width(width: int) -> int:
-    """The number of output channels of a launch: all of the convolution's, or an equal part of them."""
-    return -(-width // -(-width // MAX_OUT_CHANNELS))
-
-
-@functools.cache
 def forward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Tile:
     """The first tile that fits the device."""
     candidates = FORWARD_TILES[precision][_size_class(width)]
@@ -152,7 +143,6 @@ def forward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Tile
     return _first_that_fits([(tile, tile.forward_shared_memory(precision)) for tile in tiles], limits)
 
 
-@functools.cache
 def backward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Tile:
     """The first tile that fits the device."""
     out_channels = min(128, _power_of_two(width))
@@ -162,7 +152,6 @@ def backward_tile(width: int, precision: Precision, limits: DeviceLimits) -> Til
     return _first_that_fits([(tile, tile.backward_shared_memory(precision)) for tile in tiles], limits)
 
 
-@functools.lru_cache(maxsize=4096)
 def backward_splits(num_rows: int, channel_tiles: int, tile: Tile, precision: Precision, limits: DeviceLimits) -> int:
     """The number of program instances that share the row tiles of a channel tile."""
     width = tile.out_channels + tile.rest

@@ -1,0 +1,152 @@
+"""Images and their likeliest classes, by a trained model: efficient-densenet predict"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._checks import check_integer
+from ._images import UndecodableImage, image_files, open_image
+from .models.densenet import DenseNet
+from .models.zoo import create_model
+from .weights.config import ModelConfig
+from .weights.load import load_weights
+from .weights.named import weights_classes, weights_transforms
+from .weights.published import PUBLISHED
+from .weights.trained import TRAINED
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+HEAT: dict[str, Any] = {"black": "#440154", "mid": "#21918c", "white": "#fde725"}
+"""The colors of a heat map from its least to its largest value, which differ in lightness too."""
+
+
+class Prediction(NamedTuple):
+    """The likeliest classes of an image with their probabilities; the model's input, and its last feature map."""
+
+    path: Path
+    likeliest: tuple[tuple[str, float], ...]
+    input: Tensor
+    heat: Tensor
+    """The class activation map of the likeliest class (Zhou et al., https://arxiv.org/abs/1512.04150), at least 0: for
+    a DenseNet the same as Grad-CAM's, up to a factor."""
+
+    def __str__(self) -> str:
+        classes = ", ".join(f"{name} ({probability:.1%})" for name, probability in self.likeliest)
+        return f"{self.path}: {classes}"
+
+    def overlay(self) -> "Image":
+        """The model's input, colored by the heat map."""
+        from PIL import Image, ImageOps
+
+        def to_gray(values: Tensor) -> Image.Image:
+            values = (values - values.amin()) / (values.amax() - values.amin()).clamp(min=1e-12)
+            return Image.fromarray((255 * values).byte().cpu().numpy())
+
+        heat = F.interpolate(self.heat[None, None], self.input.shape[-2:], mode="bicubic")[0, 0]
+        shown = to_gray(self.input.float().mean(0)).convert("RGB")
+        return Image.blend(shown, ImageOps.colorize(to_gray(heat.clamp(min=0)), **HEAT), 0.5)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """A model, the preparation of its images, and the names of its classes."""
+
+    model: DenseNet
+    prepare: Callable[[Any], Tensor]
+    classes: tuple[str, ...]
+
+    @torch.no_grad()
+    def __call__(self, path: Path, top: int = 1) -> Prediction:
+        """The `top` likeliest classes of the image in a file."""
+        device = next(self.model.parameters()).device
+        x = self.prepare(open_image(path, self.model.in_channels)).to(device)
+        features = self.model.forward_features(x[None])
+        probabilities = self.model.forward_head(features).softmax(1)[0]
+        if not probabilities.isfinite().all():
+            raise FloatingPointError(
+                f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
+            )
+        found = probabilities.argsort(descending=True)[:top].tolist()
+        heat = torch.einsum("c,chw->hw", self.model.get_parameter("classifier.weight")[found[0]], features[0]).relu()
+        return Prediction(path, tuple((self.classes[i], float(probabilities[i])) for i in found), x, heat)
+
+
+def load_classifier(source: str) -> Classifier:
+    """The classifier of torchvision's weights by the name of their model, of weights of this package by their name, or
+    of a folder with model.pt and config.json, as training by the demos writes it."""
+    if source in PUBLISHED or source in TRAINED:
+        name, weights = (source, "DEFAULT") if source in PUBLISHED else (TRAINED[source].model, source)
+        model = create_model(name, weights=weights)
+        return Classifier(model.eval(), weights_transforms(name, weights), weights_classes(name, weights))
+    weights = Path(source, "model.pt") if Path(source).is_dir() else Path(source)
+    if not weights.is_file():
+        raise ValueError(
+            f"{weights} does not exist: give a folder with model.pt and config.json, as training by the demos writes "
+            f"it, or the name of weights: {', '.join((*PUBLISHED, *TRAINED))}"
+        )
+    config = ModelConfig.beside(weights)
+    model = config.build()
+    load_weights(model, weights)
+    return Classifier(model.eval(), config.transforms(), config.classes)
+
+
+def main(words: list[str] | None = None) -> None:
+    try:
+        undecodable = _predict(make_parser().parse_args(words))
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+    if undecodable:
+        raise SystemExit(f"error: {undecodable} of the files could not be decoded, as noted above")
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Print predictions as they are made, and write the files. Returns the number of images that cannot be decoded."""
+    check_integer("top", options.top, at_least=1)
+    paths, undecodable = [path for each in options.images for path in image_files(each)], 0
+    classifier = load_classifier(options.model)
+    classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    with ExitStack() as files:
+        table = options.csv and csv.writer(files.enter_context(options.csv.open("w", newline="")))
+        if table:
+            table.writerow(("image", "rank", "class", "probability"))
+        for path in paths:
+            try:
+                prediction = classifier(path, options.top)
+            except UndecodableImage as error:
+                print(f"note: {error}", file=sys.stderr)
+                undecodable += 1
+                continue
+            print(prediction, flush=True)
+            if table:
+                table.writerows((path, rank, *found) for rank, found in enumerate(prediction.likeliest, 1))
+            if options.cam:
+                options.cam.mkdir(parents=True, exist_ok=True)
+                prediction.overlay().save(options.cam / f"{'_'.join(path.parts).strip('/_')}.png")
+    return undecodable
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="efficient-densenet predict", description="The likeliest classes of images, and their probabilities."
+    )
+    names = ", ".join((*PUBLISHED, *TRAINED))
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="a file, or a folder of them")
+    parser.add_argument(
+        "--model",
+        default="densenet121",
+        help=f"a folder with model.pt and config.json, as training by the demos writes it, or weights by name: {names}",
+    )
+    parser.add_argument("--top", type=int, default=3, help="classes to print of each")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table, a row for each image and class")
+    parser.add_argument("--cam", type=Path, metavar="FOLDER", help="draw where the likeliest class was seen")
+    return parser

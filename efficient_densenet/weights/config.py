@@ -1,0 +1,86 @@
+"""The model of a training run, as config.json beside its weights describes it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._checks import Rule, check, integer
+from .transforms import ImageTransform
+
+if TYPE_CHECKING:
+    from ..models.densenet import DenseNet
+
+
+def _is_depth(value: Any) -> bool:
+    return integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0
+
+
+DEPTH = Rule("6n + 4, such as 22, 40 or 100", _is_depth)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What building a trained model again needs, and preparing images for it. config.json has these names as keys."""
+
+    model: str | None
+    depth: int | None
+    growth_rate: int | None
+    drop_rate: float
+    channels: int
+    image_size: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> "ModelConfig":
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entries.items()}
+        return cls(**values)
+
+    @classmethod
+    def beside(cls, weights: Path) -> "ModelConfig":
+        """The config of a run, in the folder of its file of weights."""
+        path = weights.with_name("config.json")
+        try:
+            return cls.parse(path, path.read_bytes())
+        except OSError as exc:
+            raise ValueError(
+                f"{path} cannot be read ({exc.strerror}), which says what the classes of {weights.name} are and how "
+                "images are prepared for it: give the file in the folder of a run of the demos"
+            ) from exc
+
+    @classmethod
+    def parse(cls, path: Path, content: bytes) -> "ModelConfig":
+        """The config of the model in the content of a run's config.json, which `path` names in errors."""
+        try:
+            return cls.of(json.loads(content)["model"])
+        except (ValueError, KeyError, TypeError) as exc:
+            raise ValueError(f"{path} is damaged ({exc!r}): restore it from a copy or from the repository") from exc
+
+    @property
+    def name(self) -> str:
+        return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
+
+    def build(self, engine: str = "best", keep_bottleneck: bool = False) -> "DenseNet":
+        from ..models.densenet import DenseNet  # the models import this package
+        from ..models.zoo import create_model
+
+        arguments: dict[str, Any] = {
+            "drop_rate": self.drop_rate,
+            "num_classes": len(self.classes),
+            "in_channels": self.channels,
+            "efficient": True if engine == "best" else engine,
+            "keep_bottleneck": keep_bottleneck or None,
+        }
+        if self.model is not None:
+            return create_model(self.model, **arguments)
+        if self.depth is None or self.growth_rate is None:
+            raise ValueError(f"found depth {self.depth} and growth rate {self.growth_rate}, but a model needs both")
+        check("depth", self.depth, DEPTH)
+        layers = (self.depth - 4) // 6  # the stem, two transitions and the classifier are the other four
+        return DenseNet(self.growth_rate, (layers,) * 3, num_init_features=2 * self.growth_rate, **arguments)
+
+    def transforms(self) -> ImageTransform:
+        return ImageTransform(self.image_size, self.mean, self.std)
