@@ -24,25 +24,6 @@ CHANGEABLE |= {"workers", "stream", "tensorboard"}
 `channels_last` and `compile` draw other random numbers.)"""
 
 
-<<<<<<< HEAD
-def _is_depth(value: Any) -> bool:
-    return integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0
-
-
-DEPTH = Rule("6n + 4, such as 22, 40 or 100", _is_depth)
-=======
-def _is_size(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and parse_bytes("memory", value) > 0
-    except ValueError:
-        return False
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and "\0" not in value
-
-
->>>>>>> main
 Switch = Annotated[bool, choice(True, False)]
 Text = Annotated[str, Rule("a path or a name", lambda value: isinstance(value, str) and value != "")]
 Count = Annotated[int, integer(1, 2**31 - 1)]

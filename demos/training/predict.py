@@ -9,15 +9,8 @@ from efficient_densenet._images import image_files
 from efficient_densenet.classify import Classifier
 from efficient_densenet.weights.trained import CHECKPOINTS, find_checkpoint
 
-<<<<<<< HEAD
-from .data.augment import Transform
-from .data.folder import SUFFIXES, decode
-from .models import ModelConfig, load_model
-=======
 from .data.folder import decode
 from .models import load_model
-from .report import print_or_raise
->>>>>>> main
 
 DIGITS = CHECKPOINTS / "digits"
 COLOR = "cifar10"
@@ -40,28 +33,9 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
         raise ValueError("found no image to classify: name one or more files, or folders of them")
     paths = [path for name in images for path in image_files(Path(str(name)))]
     sources = [_source(path, model) for path in paths]
-<<<<<<< HEAD
-    models = {source: load_model(source) for source in dict.fromkeys(sources)}
-    configs = [models[source][1] for source in sources]
-    decoded = [decode(path, config.image_size, config.channels) for path, config in zip(paths, configs, strict=True)]
-    for path, image, source in zip(paths, decoded, sources, strict=True):
-        network, config = models[source]
-        probabilities = network(Transform(config.mean, config.std).normalize(image[None])).softmax(1)[0]
-        if not probabilities.isfinite().all():
-            raise FloatingPointError(
-                f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
-            )
-        print(f"{path}: {_likeliest(probabilities, config, top)}")
-=======
     classifiers = {source: _classifier(source) for source in dict.fromkeys(sources)}
     for path, source in zip(paths, sources, strict=True):
-        try:
-            print_or_raise(str(classifiers[source](path, top)))
-        except BrokenPipeError:  # nobody reads any more, as after `| head`
-            return
-        except OSError as exc:
-            raise OSError(f"{path}: its classes could not be printed ({exc.strerror}): print to another place") from exc
->>>>>>> main
+        print(classifiers[source](path, top))
 
 
 def _classifier(source: Path) -> Classifier:

@@ -13,11 +13,7 @@ from efficient_densenet.weights.trained import TRAINED
 
 from . import files
 from .loop import TrainingPosition
-<<<<<<< HEAD
-from .models import CONFIG, WEIGHTS, model_config
-=======
-from .models import CONFIG, WEIGHTS, ModelConfig, read_weights
->>>>>>> main
+from .models import CONFIG, WEIGHTS, ModelConfig
 from .options import CHANGEABLE, PER_CALL, Options, RunOptions, check_option
 from .results import Row
 

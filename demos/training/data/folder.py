@@ -9,50 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.datasets import ImageFolder
-<<<<<<< HEAD
-from torchvision.datasets.folder import IMG_EXTENSIONS
-from torchvision.transforms.v2 import functional as transforms
-=======
->>>>>>> main
 
 from efficient_densenet._extras import need
 from efficient_densenet._images import FORMATS, central_square, open_image
 
-<<<<<<< HEAD
 from .images import Images, ImageSet, StreamedImages, digest
 
-FORMATS = ("JPEG", "PPM", "TIFF", "PNG", "BMP", "GIF", "WEBP")
-"""The formats that Pillow may open, whatever a file is called: some of the others start programs."""
-SUFFIXES = (*IMG_EXTENSIONS, ".gif")
-=======
-from ..machine import check_memory
-from .images import Images, ImageSet, StreamedImages, digest
-
->>>>>>> main
 MAX_BYTES_IN_MEMORY = 2**30
 """Data sets of up to this many bytes are decoded once and held on the device."""
 
 
 def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
     """The central square of the image, resized to (channels, image_size, image_size), uint8."""
-<<<<<<< HEAD
-    pillow = need("PIL.Image", extra="demos")
-    try:
-        with pillow.open(path, formats=FORMATS) as opened:
-            image: Any = to_8bit(opened, channels)
-    except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
-        reason = (
-            "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
-        )
-        raise ValueError(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
-    side = min(image.size)
-    left, top = ((length - side) // 2 for length in image.size)
-    if image.size != (image_size, image_size):
-        image = transforms.resized_crop(image, top, left, side, side, [image_size, image_size])
-    return transforms.pil_to_tensor(image)
-=======
     return central_square(open_image(path, channels), image_size)
->>>>>>> main
 
 
 class ClassFolders(ImageFolder):

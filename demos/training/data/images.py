@@ -11,11 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-<<<<<<< HEAD
-=======
 from efficient_densenet._images import UndecodableImage
 
->>>>>>> main
 
 @dataclass(frozen=True)
 class Images:
@@ -83,8 +80,8 @@ class StreamedImages:
         try:
             for images, labels in decoded:
                 yield images.to(self.device), labels.to(self.device)
-        except ValueError as exc:  # an image that cannot be decoded; a worker puts its traceback before the sentence
-            raise ValueError(str(exc).strip().rpartition("\n")[2].removeprefix("ValueError: ")) from None
+        except UndecodableImage as exc:  # a worker puts its traceback before the sentence
+            raise UndecodableImage(str(exc).strip().rpartition("UndecodableImage: ")[2]) from None
 
 
 ImageSet = Images | StreamedImages
