@@ -130,7 +130,7 @@ def test_an_estimate_in_parts():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_features_are_saved_by_the_stage_that_makes_them(engine):
-    """Rather than by the part of the model before it, whose parameters were used last."""
+    """The part of the model before, whose parameters were used last, does not get them."""
     model, pixels = DenseNet(12, (6, 6), small_inputs=False, efficient=engine), 8 * 16 * 16
     first, second, third, _ = MetaModel(model, device="cpu").training_step((8, 3, 64, 64)).stages
     assert (first.name, second.name) == ("features.conv0 + norm0", "features.denseblock1 + transition1")
@@ -159,7 +159,7 @@ def test_every_engine_is_predicted_in_half_precision_on_a_gpu(precision):
 
 
 def test_a_step_on_an_h100():
-    """What an H100 measured (benchmarks/results): 575.7 MiB in TF32, cuDNN's workspaces included."""
+    """An H100 measured 575.7 MiB in TF32, cuDNN's workspaces included (benchmarks/results)."""
     pytest.importorskip("triton")
     with torch.device("meta"):
         model = create_model("densenet_bc_100_12")
@@ -185,7 +185,7 @@ def test_a_trace_is_as_long_for_any_batch(device, dtype):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer(name):
-    """By its name, by a function, and by an optimizer that trains already, whose state is not touched."""
+    """The optimizer is given by name, by a function, or as one that trains already, whose state is not touched."""
     model = DenseNet(4, (2,))
     real = OPTIMIZERS[name](model.parameters())
     F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, dtype=torch.long)).backward()
@@ -290,7 +290,7 @@ def test_models_whose_memory_is_not_known():
 
 
 def test_tensors_on_the_meta_device_beside_others_are_an_error():
-    """And not a kernel that reads address 0."""
+    """No kernel reads address 0."""
     model = DenseNet(4, (2,))
     if kernels.numba_supports(torch.empty(1)):
         model.features.denseblock1.denselayer1.norm1.to("meta")

@@ -29,7 +29,7 @@ multiplications than that is faster to recompute. (Measured on CPUs.)"""
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What a budget allows.
+    """A plan for the layers whose bottlenecks a budget allows to save.
 
     Attributes:
         budget: in bytes.
