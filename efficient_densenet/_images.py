@@ -41,7 +41,7 @@ def image_files(path: Path) -> list[Path]:
 
 def open_image(path: str | Path, channels: int) -> "Image":
     """The image in a file, as by `to_8bit`."""
-    pillow = need("PIL.Image", extra="demos")
+    pillow = need("PIL.Image", extra="weights")
     try:
         with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
             return to_8bit(opened, channels)
@@ -57,7 +57,7 @@ def to_8bit(image: "Image", channels: int) -> "Image":
     orientation."""
     if image.mode in ("I", "F"):
         raise ValueError(f"its pixels are of mode {image.mode}, whose white level is not known: convert them to 8 bits")
-    upright = need("PIL.ImageOps", extra="demos").exif_transpose(image)
+    upright = need("PIL.ImageOps", extra="weights").exif_transpose(image)
     upright.info.pop("transparency", None)  # convert() would warn about it
     if upright.mode.startswith("I;16"):
         upright = upright.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
@@ -69,7 +69,7 @@ def central_square(image: "Image", size: int) -> Tensor:
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
     if image.size != (size, size):
-        bilinear = need("PIL.Image", extra="demos").Resampling.BILINEAR
+        bilinear = need("PIL.Image", extra="weights").Resampling.BILINEAR
         image = image.crop((left, top, left + side, top + side)).resize((size, size), bilinear)
     raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return raw.view(size, size, -1).permute(2, 0, 1)

@@ -1,6 +1,10 @@
-"""Images and their likeliest classes, by a trained model."""
+"""Images and their likeliest classes, by a trained model: efficient-densenet predict"""
 
+import argparse
+import csv
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -9,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._images import open_image
+from ._checks import check_integer
+from ._images import UndecodableImage, image_files, open_image
 from .models.densenet import DenseNet
 from .models.zoo import create_model
 from .weights.config import ModelConfig
@@ -93,3 +98,55 @@ def load_classifier(source: str) -> Classifier:
     model = config.build()
     load_weights(model, weights)
     return Classifier(model.eval(), config.transforms(), config.classes)
+
+
+def main(words: list[str] | None = None) -> None:
+    try:
+        undecodable = _predict(make_parser().parse_args(words))
+    except (ValueError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+    if undecodable:
+        raise SystemExit(f"error: {undecodable} of the files could not be decoded, as noted above")
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Print predictions as they are made, and write the files. Returns the number of images that cannot be decoded."""
+    check_integer("top", options.top, at_least=1)
+    paths, undecodable = [path for each in options.images for path in image_files(each)], 0
+    classifier = load_classifier(options.model)
+    classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
+    with ExitStack() as files:
+        table = options.csv and csv.writer(files.enter_context(options.csv.open("w", newline="")))
+        if table:
+            table.writerow(("image", "rank", "class", "probability"))
+        for path in paths:
+            try:
+                prediction = classifier(path, options.top)
+            except UndecodableImage as error:
+                print(f"note: {error}", file=sys.stderr)
+                undecodable += 1
+                continue
+            print(prediction, flush=True)
+            if table:
+                table.writerows((path, rank, *found) for rank, found in enumerate(prediction.likeliest, 1))
+            if options.cam:
+                options.cam.mkdir(parents=True, exist_ok=True)
+                prediction.overlay().save(options.cam / f"{'_'.join(path.parts).strip('/_')}.png")
+    return undecodable
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="efficient-densenet predict", description="The likeliest classes of images, and their probabilities."
+    )
+    names = ", ".join((*PUBLISHED, *TRAINED))
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="a file, or a folder of them")
+    parser.add_argument(
+        "--model",
+        default="densenet121",
+        help=f"a folder with model.pt and config.json, as training by the demos writes it, or weights by name: {names}",
+    )
+    parser.add_argument("--top", type=int, default=3, help="classes to print of each")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table, a row for each image and class")
+    parser.add_argument("--cam", type=Path, metavar="FOLDER", help="draw where the likeliest class was seen")
+    return parser

@@ -1,4 +1,4 @@
-"""What runs on this machine, and why: python -m efficient_densenet.doctor
+"""What runs on this machine, and why: efficient-densenet doctor
 
 Prints the versions, the features of the processor, the caches, and of each GPU whether the Triton kernels run there.
 """
@@ -95,7 +95,7 @@ def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m efficient_densenet.doctor", description=__doc__)
+    parser = argparse.ArgumentParser(prog="efficient-densenet doctor", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="compare the Triton kernels now")
     parser.add_argument("--warmup", action="store_true", help="compile all kernels now, as does their first use")
     parser.add_argument("--model", help="compile the kernels of this model of the zoo, by a training step")
@@ -104,8 +104,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main() -> None:
-    arguments = parse()
+def main(words: list[str] | None = None) -> None:
+    arguments = parse(words)
     for line in report(arguments.compare or arguments.warmup):
         print(line)
     if arguments.warmup:

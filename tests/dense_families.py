@@ -1,18 +1,120 @@
 """Dense blocks as in other public models, small: what their layers hold, how they are called, what is concatenated.
 
-Written for these tests from what the models compute. Every block takes `CHANNELS` channels, unless it says otherwise.
+Written for these tests from what the models compute. Every block takes `CHANNELS` channels.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from third_party_models import LayerHalves
 from torch import Tensor, nn
 
-CHANNELS, GROWTH, WIDTH, DEPTH = 8, 4, 16, 5
+CHANNELS, GROWTH, WIDTH, DEPTH = 6, 4, 16, 5
+
+
+def conv(in_channels: int, out_channels: int, size: int = 3, dims: int = 2, **options) -> nn.Module:
+    convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+    return convolution(in_channels, out_channels, size, padding=size // 2 * options.get("dilation", 1), **options)
 
 
 def conv_relu(in_channels: int, out_channels: int, size: int = 3, **options) -> nn.Module:
-    padding = size // 2 * options.get("dilation", 1)
-    return nn.Sequential(nn.Conv2d(in_channels, out_channels, size, padding=padding, **options), nn.ReLU(inplace=True))
+    return nn.Sequential(conv(in_channels, out_channels, size, **options), nn.ReLU(inplace=True))
+
+
+class Block(nn.Module):
+    """A block of layers `layer(channels)` whose own forward concatenates, in either order, and returns its input too
+    or not."""
+
+    def __init__(self, layer, newest_first: bool = False, returns_input: bool = True, depth: int = 3) -> None:
+        super().__init__()
+        self.newest_first, self.returns_input = newest_first, returns_input
+        self.layers = nn.ModuleList(layer(CHANNELS + i * GROWTH) for i in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            output = layer(torch.cat(features, 1))
+            features = [output, *features] if self.newest_first else [*features, output]
+        if not self.returns_input:
+            del features[-1 if self.newest_first else 0]
+        return torch.cat(features, 1)
+
+
+class Concatenating(nn.Module):
+    """A layer that concatenates its input and its output."""
+
+    def __init__(self, layer, channels: int, newest_first: bool = False) -> None:
+        super().__init__()
+        self.layer, self.newest_first = layer(channels), newest_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.layer(x)
+        return torch.cat([output, x] if self.newest_first else [x, output], 1)
+
+
+def tiramisu(channels: int) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), conv(channels, GROWTH), nn.Dropout(0.2))
+
+
+class SqueezeAndExcite(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.down, self.up = nn.Linear(GROWTH, 2), nn.Linear(2, GROWTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.second_half(self.first_half(x))
+        weight = self.up(F.relu(self.down(output.mean((2, 3))))).sigmoid()
+        return output * weight[:, :, None, None]
+
+
+class TwoDropouts(LayerHalves):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.dropout1, self.dropout2 = nn.Dropout(0.2), nn.Dropout2d(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout2(self.second_half(self.dropout1(self.first_half(x))))
+
+
+def conv_norm_relu(channels: int) -> nn.Module:
+    first = conv(channels, 8, 1), nn.BatchNorm2d(8), nn.ReLU()
+    return nn.Sequential(*first, conv(8, GROWTH), nn.BatchNorm2d(GROWTH), nn.ReLU())
+
+
+def separable(channels: int) -> nn.Module:
+    depthwise = conv(channels, channels, groups=channels)
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), depthwise, conv(channels, GROWTH, 1))
+
+
+def norm_first_of_volumes(channels: int) -> nn.Module:
+    """As in gnina: volumes, and each layer is norm, convolution, ReLU."""
+    return nn.Sequential(nn.BatchNorm3d(channels), conv(channels, GROWTH, dims=3), nn.ReLU())
+
+
+def padded_by_reflection(activation: Callable[[], nn.Module]) -> Callable[[int], nn.Module]:
+    """As in DenseFuse: no norms."""
+    return lambda channels: nn.Sequential(conv(channels, GROWTH, padding_mode="reflect"), activation())
+
+
+class AxialConv(nn.Module):
+    """As ACSConv: the weight of an image's convolution, a third of it along each axis of a volume."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.weight = nn.Parameter(torch.randn(out_channels, in_channels, 3, 3) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for axis, weight in enumerate(self.weight.tensor_split(3)):
+            padding = [int(axis != each) for each in range(3)]
+            outputs.append(F.conv3d(x, weight.unsqueeze(2 + axis), padding=padding))
+        return torch.cat(outputs, 1)
+
+
+def axial(channels: int) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm3d(channels), nn.ReLU(), AxialConv(channels, GROWTH))
 
 
 class TakesList(nn.Module):
@@ -22,8 +124,8 @@ class TakesList(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.full((GROWTH,), 0.5))
-        depthwise = nn.Conv2d(channels, channels, 7, padding=3, groups=channels)
-        convs = nn.Conv2d(channels, WIDTH, 1), nn.GELU(), nn.Conv2d(WIDTH, GROWTH, 1)
+        depthwise = conv(channels, channels, 7, groups=channels)
+        convs = conv(channels, WIDTH, 1), nn.GELU(), conv(WIDTH, GROWTH, 1)
         self.layers = nn.Sequential(depthwise, nn.GroupNorm(1, channels), *convs)
 
     def forward(self, x: list[Tensor]) -> Tensor:
@@ -41,30 +143,34 @@ class DenseStage(nn.Sequential):
         return torch.cat(features, 1)
 
 
-class SelectsChannels(nn.Module):
-    """As where network slimming has pruned: a mask, which is a parameter, selects channels after the first norm."""
+class BottleneckLayer(nn.Sequential):
+    """A layer of torchvision's kind with another activation; it takes a list of features or their concatenation."""
 
-    def __init__(self, channels: int, selected: int) -> None:
+    def __init__(self, channels: int, activation: type[nn.Module], drop_rate: float) -> None:
         super().__init__()
-        self.norm, self.conv = nn.BatchNorm2d(channels), nn.Conv2d(selected, GROWTH, 3, padding=1, bias=False)
-        self.mask = Selection(channels, selected)
+        self.norm1, self.act1 = nn.BatchNorm2d(channels), activation(inplace=True)
+        self.conv1 = conv(channels, WIDTH, 1, bias=False)
+        self.norm2, self.act2 = nn.BatchNorm2d(WIDTH), activation(inplace=True)
+        self.conv2, self.drop_rate = conv(WIDTH, GROWTH, bias=False), drop_rate
+
+    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
+        x = super().forward(x if isinstance(x, Tensor) else torch.cat(x, 1))
+        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate else x
+
+
+class BottleneckBlock(nn.ModuleDict):
+    """As in libauc (ELU), or with Mish, as in torch_ecg."""
+
+    def __init__(self, activation: type[nn.Module] = nn.ELU, drop_rate: float = 0.0) -> None:
+        super().__init__()
+        for i in range(DEPTH):
+            self[f"denselayer{i + 1}"] = BottleneckLayer(CHANNELS + i * GROWTH, activation, drop_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat((x, self.conv(F.relu(self.mask(self.norm(x)), inplace=True))), 1)
-
-
-class Selection(nn.Module):
-    def __init__(self, channels: int, selected: int) -> None:
-        super().__init__()
-        self.indexes = nn.Parameter((torch.arange(channels) % channels < selected).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, self.indexes.detach().nonzero()[:, 0]]
-
-
-def pruned() -> nn.Module:
-    widths = [(CHANNELS + i * GROWTH, CHANNELS + i * GROWTH - 3 - i % 2) for i in range(DEPTH)]
-    return nn.Sequential(*(SelectsChannels(*each) for each in widths))
+        features = [x]
+        for layer in self.values():
+            features.append(layer(features))
+        return torch.cat(features, 1)
 
 
 class IndexedConv(nn.Module):
@@ -74,7 +180,7 @@ class IndexedConv(nn.Module):
         super().__init__()
         self.register_buffer("index", torch.randperm(in_channels))
         self.norm, self.groups = nn.BatchNorm2d(in_channels), groups
-        self.conv = nn.Conv2d(in_channels, out_channels, 1, groups=groups, bias=False)
+        self.conv = conv(in_channels, out_channels, 1, groups=groups, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.conv(F.relu(self.norm(x.index_select(1, self.index))))
@@ -87,8 +193,7 @@ class Reactivates(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv1 = IndexedConv(channels, WIDTH)
-        norm, conv = nn.BatchNorm2d(WIDTH), nn.Conv2d(WIDTH, GROWTH, 3, padding=1, groups=2, bias=False)
-        self.conv2 = nn.Sequential(norm, nn.ReLU(), conv)
+        self.conv2 = nn.Sequential(nn.BatchNorm2d(WIDTH), nn.ReLU(), conv(WIDTH, GROWTH, groups=2, bias=False))
         self.reactivation = IndexedConv(GROWTH, channels)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,57 +203,6 @@ class Reactivates(nn.Module):
 
 def condensed() -> nn.Module:
     return nn.Sequential(*(Reactivates(CHANNELS + i * GROWTH) for i in range(DEPTH)))
-
-
-def conv_norm_relu(in_channels: int, out_channels: int, stride: int = 1) -> nn.Module:
-    conv1, conv2 = nn.Conv2d(in_channels, WIDTH, 1), nn.Conv2d(WIDTH, out_channels, 3, stride, padding=1)
-    relus = nn.ReLU(inplace=True), nn.ReLU(inplace=True)
-    return nn.Sequential(conv1, nn.BatchNorm2d(WIDTH), relus[0], conv2, nn.BatchNorm2d(out_channels), relus[1])
-
-
-class TwoScales(nn.Module):
-    """As in MSDNet: a layer takes images in two sizes, and concatenates in both."""
-
-    def __init__(self, channels: int, coarse_channels: int) -> None:
-        super().__init__()
-        self.fine = conv_norm_relu(channels, GROWTH)
-        self.down = conv_norm_relu(channels, GROWTH // 2, stride=2)
-        self.coarse = conv_norm_relu(coarse_channels, GROWTH // 2)
-
-    def forward(self, x: list[Tensor]) -> list[Tensor]:
-        fine, coarse = x
-        new = [coarse, self.down(fine), self.coarse(coarse)]
-        return [torch.cat([fine, self.fine(fine)], 1), torch.cat(new, 1)]
-
-
-class MultiScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2, padding=1)
-        layers = (TwoScales(CHANNELS + i * GROWTH, CHANNELS + i * GROWTH) for i in range(DEPTH))
-        self.blocks = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fine, coarse = self.blocks([x, self.first(x)])
-        return torch.cat([F.avg_pool2d(fine, 2), coarse], 1)
-
-
-class NormFirst(nn.Module):
-    """As in gnina: volumes, and each layer is norm, convolution, ReLU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self._layer(CHANNELS + i * GROWTH) for i in range(DEPTH))
-
-    @staticmethod
-    def _layer(channels: int) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm3d(channels), nn.Conv3d(channels, GROWTH, 3, padding="same"), nn.ReLU())
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for block in self.blocks:
-            features.append(block(torch.cat(features, 1)))
-        return torch.cat(features, 1)
 
 
 class SkipsFeatures(nn.Module):
@@ -174,18 +228,14 @@ class SkipsFeatures(nn.Module):
 class DilatedDense(nn.Module):
     """As in CMGAN: modules found by their names in a loop, the newest features first, and only the last returned."""
 
-    def __init__(self, norm: nn.Module | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.pad = nn.ConstantPad2d((1, 1, 1, 0), 0.0)
         for i in range(4):
             self.add_module(f"pad{i + 1}", nn.ConstantPad2d((1, 1, 2**i, 0), 0.0))
-            conv = nn.Conv2d(CHANNELS * (i + 1), CHANNELS, (2, 3), dilation=(2**i, 1))
-            self.add_module(f"conv{i + 1}", conv)
-            self.add_module(f"norm{i + 1}", self.norm())
+            self.add_module(f"conv{i + 1}", nn.Conv2d(CHANNELS * (i + 1), CHANNELS, (2, 3), dilation=(2**i, 1)))
+            self.add_module(f"norm{i + 1}", nn.InstanceNorm2d(CHANNELS, affine=True))
             self.add_module(f"prelu{i + 1}", nn.PReLU(CHANNELS))
-
-    def norm(self) -> nn.Module:
-        return nn.InstanceNorm2d(CHANNELS, affine=True)
 
     def forward(self, x: Tensor) -> Tensor:
         skip = x
@@ -197,163 +247,59 @@ class DilatedDense(nn.Module):
         return output
 
 
-class Numbered(nn.Module):
-    """Layers of a usual kind, which are modules of the block itself."""
+class ResidualDense(nn.Module):
+    """As in ESRGAN: five convolutions with one activation module between them; the last one's output is scaled."""
 
-    def __init__(self) -> None:
+    def __init__(self, dims: int = 2, channels: int = CHANNELS, growth: int = GROWTH, **options) -> None:
         super().__init__()
-        for i in range(DEPTH):
-            channels = CHANNELS + i * GROWTH
-            self.add_module(f"norm{i}", nn.BatchNorm2d(channels))
-            self.add_module(f"relu{i}", nn.ReLU(inplace=True))
-            self.add_module(f"conv{i}", nn.Conv2d(channels, GROWTH, 3, padding=1))
-            self.add_module(f"dropout{i}", nn.Dropout(0.2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for i in range(DEPTH):
-            output = x
-            for name in ("norm", "relu", "conv", "dropout"):
-                output = getattr(self, f"{name}{i}")(output)
-            x = torch.cat([x, output], 1)
-        return x
-
-
-class RowsOfOneLength(DilatedDense):
-    """As in TSTNN: a norm over the rows of images, which are of one length."""
-
-    LENGTH = 20
-
-    def norm(self) -> nn.Module:
-        return nn.LayerNorm(self.LENGTH)
-
-
-class ReturnsTheLast(nn.Module):
-    """As in MP-SENet: a list of layers, the newest features first, and only the last returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dense_block = nn.ModuleList([])
         for i in range(4):
-            dilation = 2**i, 1
-            conv = nn.Conv2d(CHANNELS * (i + 1), CHANNELS, 3, dilation=dilation, padding=dilation)
-            self.dense_block.append(nn.Sequential(conv, nn.InstanceNorm2d(CHANNELS, affine=True), nn.PReLU(CHANNELS)))
+            self.add_module(f"conv{i + 1}", conv(channels + i * growth, growth, dims=dims, **options))
+        self.conv5 = conv(channels + 4 * growth, channels, dims=dims, **options)
+        self.lrelu = nn.LeakyReLU(0.2, inplace=True)
+        self.scale = 0.2
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = x
-        for layer in self.dense_block:
-            x = layer(skip)
-            skip = torch.cat([x, skip], 1)
-        return x
+        features = x
+        for layer in (self.conv1, self.conv2, self.conv3, self.conv4):
+            features = torch.cat((features, self.lrelu(layer(features))), 1)
+        return self.conv5(features) * self.scale + x
 
 
-class Concatenating(nn.Module):
-    """As in survae: two convolutions with ReLUs in place, perhaps dropout between, and the layer concatenates."""
+class ResidualInResidual(nn.Module):
+    """As in ESRGAN: RRDB."""
 
-    def __init__(self, channels: int, drop_rate: float) -> None:
+    def __init__(self, channels: int = CHANNELS, growth: int = GROWTH) -> None:
         super().__init__()
-        dropout = [nn.Dropout(drop_rate)] if drop_rate else []
-        self.nn = nn.Sequential(*conv_relu(channels, channels, 1), *dropout, *conv_relu(channels, GROWTH))
+        self.blocks = nn.Sequential(*(ResidualDense(2, channels, growth) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.nn(x)], 1)
+        return self.blocks(x) * 0.2 + x
 
 
-def ended_by_a_convolution(drop_rate: float = 0.0) -> nn.Module:
-    layers = [Concatenating(CHANNELS + i * GROWTH, drop_rate) for i in range(DEPTH)]
-    return nn.Sequential(*layers, nn.Conv2d(CHANNELS + DEPTH * GROWTH, CHANNELS, 1))
-
-
-class Gate(nn.Module):
-    """As at the end of a block of DenseFlow: a convolution to twice the channels, half of which gate the others."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, 2 * CHANNELS, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, gate = self.conv(x).chunk(2, 1)
-        return output * gate.sigmoid()
-
-
-def ended_by_a_gate() -> nn.Module:
-    layers = [Concatenating(CHANNELS + i * GROWTH, 0.2) for i in range(DEPTH)]
-    return nn.Sequential(*layers, Gate(CHANNELS + DEPTH * GROWTH))
-
-
-class BottleneckLayer(nn.Sequential):
-    """A layer of torchvision's kind with another activation; it takes a list of features or their concatenation."""
-
-    def __init__(self, channels: int, activation: type[nn.Module], drop_rate: float) -> None:
-        super().__init__()
-        self.norm1, self.act1 = nn.BatchNorm2d(channels), activation(inplace=True)
-        self.conv1 = nn.Conv2d(channels, WIDTH, 1, bias=False)
-        self.norm2, self.act2 = nn.BatchNorm2d(WIDTH), activation(inplace=True)
-        self.conv2, self.drop_rate = nn.Conv2d(WIDTH, GROWTH, 3, padding=1, bias=False), drop_rate
-
-    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
-        x = super().forward(x if isinstance(x, Tensor) else torch.cat(x, 1))
-        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate else x
-
-
-class BottleneckBlock(nn.ModuleDict):
-    """As in libauc (ELU), or with Mish, as in torch_ecg."""
-
-    def __init__(self, activation: type[nn.Module] = nn.ELU, drop_rate: float = 0.0) -> None:
-        super().__init__()
-        for i in range(DEPTH):
-            self[f"denselayer{i + 1}"] = BottleneckLayer(CHANNELS + i * GROWTH, activation, drop_rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for layer in self.values():
-            features.append(layer(features))
-        return torch.cat(features, 1)
-
-
-class FlowDecoder(nn.Module):
-    """As in PWC-Net: dense lines in the forward of a network that has other modules too, the newest features first."""
+class LocalFusion(nn.Module):
+    """As in RDN: layers that concatenate themselves, and a 1×1 convolution of all features."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(conv_relu(3, CHANNELS), conv_relu(CHANNELS, CHANNELS))
+        layers = (Concatenating(lambda c: conv_relu(c, GROWTH), CHANNELS + i * GROWTH) for i in range(4))
+        self.layers, self.fusion = nn.Sequential(*layers), conv(CHANNELS + 4 * GROWTH, CHANNELS, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fusion(self.layers(x)) + x
+
+
+class FlowEstimator(nn.Module):
+    """As in PWC-Net: the newest features first, layers of several widths, and the features returned with the flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
         channels = CHANNELS
-        for i, growth in enumerate((12, 8, 4)):
-            self.add_module(f"conv6_{i}", conv_relu(channels, growth))
-            channels += growth
-        self.flow = nn.Conv2d(channels, 2, 3, padding=1)
+        for i, width in enumerate((8, 8, 6, 4, 2)):
+            self.add_module(f"conv{i + 1}", conv_relu(channels, width))
+            channels += width
+        self.last = conv(channels, 2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for i in range(3):
-            x = torch.cat([self.get_submodule(f"conv6_{i}")(x), x], 1)
-        return self.flow(x)
-
-
-class TakesPair(nn.Sequential):
-    """As in DexiNed: a block takes two tensors, and adds."""
-
-    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first, second = x
-        return 0.5 * (super().forward(F.relu(first)) + second), second
-
-
-class DenseBlockOfPairs(nn.Sequential):
-    def __init__(self) -> None:
-        width, layers = 2 * CHANNELS, []
-        for channels in (CHANNELS, width):
-            convs = [nn.Conv2d(channels, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)]
-            norms = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-            layers.append(TakesPair(convs[0], norms[0], nn.ReLU(inplace=True), convs[1], norms[1]))
-        super().__init__(*layers)
-
-
-class Edges(nn.Module):
-    """A network that uses such a block, and adds in its own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.side, self.dense = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1), DenseBlockOfPairs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, side = self.dense([x, self.side(x)])
-        return output + side
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for i in range(5):
+            x = torch.cat([self.get_submodule(f"conv{i + 1}")(x), x], dim=1)
+        return x, self.last(x)

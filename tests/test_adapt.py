@@ -197,7 +197,7 @@ def _pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize(*grid(copier=[copy.deepcopy, _pickled], name=["torchvision", "timm", "csrhddlam"], strength=1))
+@pytest.mark.parametrize(*grid(copier=[copy.deepcopy, _pickled], name=["torchvision", "timm", "monai"], strength=1))
 def test_a_copy_is_converted_and_independent(name, copier):
     model = build(name)
     plain = plain_reference(name, model)

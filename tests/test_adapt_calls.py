@@ -1,7 +1,6 @@
 """What a converted layer consists of is known from its calls; what it does not call is never called for it."""
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -124,7 +123,7 @@ def test_a_change_of_one_module_changes_what_calls_it_and_nothing_else(kind):
 
 def test_an_attribute_of_a_module_outside_of_the_model_is_watched():
     block, plain, engine = converted(halves(lambda s, x: _OUTSIDE(Layer.halves(s, x))))
-    assert engine == "shared"
+    assert engine == "checkpoint"
     _OUTSIDE.p = 0.5
     try:
         assert_same_steps(block, plain, 1)
@@ -230,116 +229,6 @@ def test_a_transition_calls_what_its_author_s_forward_calls(change):
     for each in (transition, plain):
         setattr(each, change, nn.AvgPool2d(2, ceil_mode=True) if change.startswith("pool") else nn.ELU(0.3))
     assert_same_training(transition, plain, torch.randn(2, START, 5, 7, dtype=torch.double))
-
-
-class BatchStatistics(nn.Module):
-    """A norm with an activation, and buffers as those of PyTorch's norms, whose class is its author's."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        statistics = self.running_mean, self.running_var
-        return F.leaky_relu(F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.1), 0.01)
-
-
-class Activated(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = BatchStatistics(channels), nn.Conv2d(channels, 8, 1)
-        self.norm2, self.conv2 = BatchStatistics(8), nn.Conv2d(8, GROWTH, 3, padding=1)
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.conv2(self.norm2(self.conv1(self.norm1(torch.cat(features, 1)))))
-
-
-def _load(block: nn.Module, **options) -> None:
-    torch.manual_seed(5)
-    state = {name: torch.rand_like(value) + 0.5 for name, value in block.state_dict().items()}
-    block.load_state_dict(state, **options)
-
-
-def _average(block: nn.Module) -> None:
-    for buffer in block.buffers():
-        buffer.mul_(0.9).add_(0.3)
-
-
-WRITES = {
-    "loaded": _load,
-    "assigned": lambda block: _load(block, assign=True),
-    "averaged": _average,
-    "moved": lambda block: block.float().double(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("channels", [8, 16, 17])
-@pytest.mark.parametrize("write", WRITES)
-def test_running_statistics_of_an_author_s_norm_may_be_written_after_conversion(channels, write):
-    block = FeaturesBlock([Activated(channels + i * GROWTH) for i in range(3)]).double()
-    plain = copy.deepcopy(block)
-    (changed,) = make_efficient(block).changed
-    assert changed.engine.startswith("checkpoint")
-    for each in (block, plain):
-        WRITES[write](each)
-    x = torch.randn(3, channels, 6, 5, dtype=torch.double, requires_grad=True)
-    assert choose.plan_block(block, x).engine is choose.Engine.CHECKPOINT
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_same_training(block, plain, x.detach())
-
-
-@pytest.mark.usefixtures("process_group_of_one")
-@pytest.mark.filterwarnings("ignore:falling back from engine 'shared' to 'checkpoint'")
-def test_running_statistics_of_an_author_s_norm_are_broadcast_by_ddp():
-    block = FeaturesBlock([Activated(8 + i * GROWTH) for i in range(3)]).double()
-    plain = copy.deepcopy(block)
-    make_efficient(block)
-    ours, theirs = nn.parallel.DistributedDataParallel(block), nn.parallel.DistributedDataParallel(plain)
-    for _ in range(2):
-        assert_same_training(ours, theirs, torch.randn(3, 8, 6, 5, dtype=torch.double))
-    x = torch.randn(3, 8, 6, 5, dtype=torch.double, requires_grad=True)
-    assert choose.plan_block(block, x).engine is choose.Engine.CHECKPOINT
-
-
-class DecidesByStatistics(BatchStatistics):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if self.running_mean.sum() > 1e3 else 1)
-
-
-def test_statistics_that_decide_something_count():
-    class Decides(Activated):
-        def __init__(self, channels: int) -> None:
-            super().__init__(channels)
-            self.norm1 = DecidesByStatistics(channels)
-
-    block, plain, _ = converted(Decides)
-    for each in (block, plain):
-        each.denselayer1.norm1.running_mean.fill_(1e4)
-    choose._warned.clear()
-    with pytest.warns(UserWarning, match="to 'plain': found that running_mean of a DecidesByStatistics has changed"):
-        block(x_of())
-    plain(x_of())
-    assert_same_steps(block, plain, 1)
-
-
-def test_a_buffer_that_a_forward_replaces_is_no_statistic():
-    class Counts(BatchStatistics):
-        def forward(self, x: Tensor) -> Tensor:
-            self.running_mean = self.running_mean.clone()
-            return super().forward(x)
-
-    class OfCounts(Activated):
-        def __init__(self, channels: int) -> None:
-            super().__init__(channels)
-            self.norm1 = Counts(channels)
-
-    block = FeaturesBlock([OfCounts(START), OfCounts(START + GROWTH)]).double()
-    report = make_efficient(block)
-    assert "replaces a buffer of a Counts in its forward" in report.unchanged[""]
 
 
 GLOBAL_HOOKS = [

@@ -15,14 +15,13 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
+from dense_families import Block, SqueezeAndExcite, tiramisu
 from grids import grid
 from helpers import assert_close
-from test_adapt_families import Block, SqueezeAndExcite, tiramisu
 from third_party_models import START, LayerHalves, TakesFeatures, build, features_block, image_batch
 from torch import Tensor, nn
 
-from efficient_densenet import make_efficient, restore
+from efficient_densenet import make_efficient
 from efficient_densenet.adapt.transitions import convert_transition
 from efficient_densenet.engine import choose
 
@@ -149,7 +148,7 @@ def test_a_clamp_of_the_block_s_own_forward_stays(layer):
     plain = copy.deepcopy(block)
     assert not make_efficient(copy.deepcopy(block), "shared")
     (changed,) = make_efficient(block).changed
-    assert changed.recomputes == "each layer whole, where the author's forward calls it"
+    assert changed.recomputes == "the block whole"
     assert layer is not tiramisu or "runs other operations (clamp)" in changed.engine
     with torch.no_grad():
         for each in (*block.parameters(), *plain.parameters()):
@@ -269,54 +268,6 @@ def test_a_rate_of_dropout_changed_later_is_the_author_s(layer):
         assert_same_steps(block, plain, 1)
 
 
-class ChecksPoints(LayerHalves):
-    """Checkpoints a part of itself by torch's reentrant checkpointing, and is no layer in parts."""
-
-    def forward(self, *features: Tensor) -> Tensor:
-        y = torch.cat(features, 1)
-        if y.requires_grad:
-            y = torch.utils.checkpoint.checkpoint(self.first_half, y, use_reentrant=True)
-        else:
-            y = self.first_half(y)
-        return self.second_half(y).tanh()
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-def test_layers_that_checkpoint_inside_by_reentrant_checkpointing_train():
-    block, plain, engine = converted(ChecksPoints)
-    assert engine == "checkpoint"
-    block(x_of()).square().sum().backward()
-    make_efficient(plain, False)  # puts its norms under the exactly-once rule
-    plain(x_of()).square().sum().backward()
-    for actual, expected in zip(block.parameters(), plain.parameters(), strict=True):
-        assert_close(actual.grad, expected.grad)
-    for actual, expected in zip(block.buffers(), plain.buffers(), strict=True):
-        assert_close(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("layer", "engine"), [(SqueezeAndExcite, True), (ClampsItsOutput, True), (tiramisu, "checkpoint")]
-)
-def test_the_caller_may_change_the_input_in_place_afterwards(layer, engine):
-    gradients = []
-    torch.manual_seed(0)
-    block = Block(layer).double()
-    for each in (copy.deepcopy(block), block):
-        if each is block:
-            make_efficient(block, engine)
-        torch.manual_seed(0)
-        leaf = x_of()
-        x = leaf * 1
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            output = each(x)
-        x.zero_()
-        output.square().sum().backward()
-        gradients.append([leaf.grad, *(parameter.grad for parameter in each.parameters())])
-    for actual, expected in zip(*gradients, strict=True):
-        assert_close(actual, expected)
-
-
 def test_norms_keep_their_class_where_nothing_recomputes_them():
     model = build("torchvision")
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
@@ -327,7 +278,7 @@ def test_norms_keep_their_class_where_nothing_recomputes_them():
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
-def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_the_remedy():
+def test_training_aware_quantization_finds_all_norms_after_conversion():
     quantization = pytest.importorskip("torch.ao.quantization")
     prepare_qat_fx = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
     model, x = build("torchvision").float(), image_batch("torchvision").float()
@@ -336,16 +287,9 @@ def test_training_aware_quantization_finds_all_norms_after_conversion_or_names_t
         return prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping("fbgemm"), (x,)).state_dict().keys()
 
     keys = prepared_keys(copy.deepcopy(model))
-    shared, recomputed = copy.deepcopy(model), model
-    make_efficient(shared)
-    shared(x).sum().backward()
-    assert prepared_keys(shared) == keys
-    make_efficient(recomputed, "checkpoint")
-    recomputed(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call restore\(model\) first, then prepare the model"):
-        prepared_keys(recomputed)
-    restore(recomputed)
-    assert prepared_keys(recomputed) == keys
+    make_efficient(model)
+    model(x).sum().backward()
+    assert prepared_keys(model) == keys
 
 
 class DropsByItsOwnFlag(Layer):
@@ -429,10 +373,13 @@ class ScalesItsWeightsGradient(nn.BatchNorm2d):
         return F.batch_norm(x, mean, var, weight, self.bias, self.training, self.momentum, self.eps)
 
 
-@pytest.mark.parametrize("norm", [UpdatesWithGradientsOnly, ScalesItsWeightsGradient])
-def test_norms_whose_forward_is_not_torch_s_are_left_alone(norm):
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize(
+    ("norm", "expected"), [(UpdatesWithGradientsOnly, ""), (ScalesItsWeightsGradient, "checkpoint")]
+)
+def test_norms_whose_forward_is_not_torch_s_are_called(norm, expected):
     block, plain, engine = converted(TakesFeatures, norm=norm)
-    assert engine == ""
+    assert engine == expected
     with torch.no_grad():
         block(x_of()), plain(x_of())
     assert_same_steps(block, plain)

@@ -2,11 +2,10 @@
 
 import copy
 
-import dense_families as families
 import pytest
 import torch
 import torch.nn.functional as F
-from test_adapt_families import Block, TwoDropouts, tiramisu
+from dense_families import Block, ResidualDense, TwoDropouts, tiramisu
 from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch, build, features_block
 from torch import Tensor, nn
 
@@ -14,27 +13,10 @@ from efficient_densenet import densenet121, make_efficient
 from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
-class _ConvolutionsOnly(nn.Module):
-    """A residual dense block without norms, as in super resolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for i in range(3):
-            self.add_module(f"conv{i}", nn.Conv2d(START + i * GROWTH, GROWTH, 3, padding=1))
-        self.last, self.relu = nn.Conv2d(START + 3 * GROWTH, START, 3, padding=1), nn.LeakyReLU(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for i in range(3):
-            features.append(self.relu(self.get_submodule(f"conv{i}")(torch.cat(features, 1))))
-        return self.last(torch.cat(features, 1)) * 0.2 + x
-
-
 def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():
-    model = nn.Sequential(nn.Conv2d(3, START, 1), _ConvolutionsOnly())
+    model = nn.Sequential(nn.Conv2d(3, START, 1), ResidualDense())
     report = make_efficient(model, "shared")
     assert list(report.unchanged) == ["1"]
-    assert not report.lines
     assert report.unchanged["1"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
     assert str(report).endswith("checkpoint_wrapper(model.get_submodule('1'))")
     exec(str(report).splitlines()[-1].strip(), {"checkpoint_wrapper": checkpoint_wrapper, "model": model})
@@ -166,14 +148,6 @@ def test_a_reason_is_said_once():
         (False, True),
         (False, True),
     ]
-
-
-def test_dense_lines_in_a_network_s_own_forward_get_a_hint():
-    model = nn.Sequential(families.FlowDecoder())
-    report = make_efficient(model)
-    assert report.lines == {("0.conv6_0", "0.conv6_1", "0.conv6_2"): "0"}
-    assert "dense lines in the forward of 0\n  0.conv6_0 to 0.conv6_2 look like the 3 layers" in str(report)
-    assert not make_efficient(build("torchvision")).lines
 
 
 def _conv(size: int = 3, **options) -> nn.Module:

@@ -7,7 +7,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from test_adapt_families import Block, tiramisu
+from dense_families import Block, tiramisu
 from third_party_models import GROWTH, START, FunctionalTransition, LayerHalves, assert_same_training
 from torch import Tensor, nn
 

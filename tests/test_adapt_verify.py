@@ -103,12 +103,12 @@ REASONS = {
 
 
 @pytest.mark.parametrize("difference", REASONS)
-def test_a_block_that_computes_something_else_is_unchanged_and_reported(difference):
+def test_a_block_that_computes_something_else_is_reported_and_recomputed_whole_at_most(difference):
     model = nn.Sequential(nn.Conv2d(3, START, 1), _AlmostDense(difference))
     model.add_module("good", FeaturesBlock([TakesFeatures(START)]))
     random = torch.get_rng_state()
     state, classes = copy.deepcopy(model.state_dict()), list(map(type, model[1].modules()))
-    report = make_efficient(model)
+    report = make_efficient(model, "shared")
     assert torch.equal(torch.get_rng_state(), random)
     assert [change.name for change in report.changed] == ["good"]
     assert list(report.unchanged) == ["1"]
@@ -117,6 +117,9 @@ def test_a_block_that_computes_something_else_is_unchanged_and_reported(differen
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert list(map(type, model[1].modules())) == classes
     assert all(module.training for module in model.modules())
+    changed = {change.name: change for change in make_efficient(model).changed}
+    assert changed.keys() == ({"good"} if difference == "fails" else {"1", "good"})
+    assert difference == "fails" or changed["1"].recomputes == "the block whole"
 
 
 class _WithReLU6(TakesFeatures):

@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import torchvision
 from grids import grid
 from helpers import assert_same_buffers, assert_same_gradients, assert_same_step, small_model, with_engine
 from torch import nn
@@ -136,20 +135,6 @@ def test_restored_norms_of_recomputed_layers_update_once(engine):
     ours = restore_batchnorm(with_engine(plain, engine))
     for _ in range(2):
         assert_same_step(ours, plain, x)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_torchvision_updates_checkpointed_norms_twice_and_this_package_once():
-    arguments = {"growth_rate": 4, "block_config": (2, 2), "num_init_features": 8}
-    reference = torchvision.models.DenseNet(**arguments, memory_efficient=True)
-    ours = small_model("imagenet", **arguments, num_classes=1000, efficient="official").float()
-    ours.load_state_dict(reference.state_dict())
-    x, counts = torch.randn(2, 3, 32, 32, requires_grad=True), []
-    for model in (reference, ours):
-        model(x).sum().backward()
-        named = [(name, int(count)) for name, count in model.named_buffers() if name.endswith("num_batches_tracked")]
-        counts.append({count for name, count in named if ".norm1." in name})
-    assert counts == [{2}, {1}]
 
 
 class CustomNorm(nn.BatchNorm2d):

@@ -138,9 +138,9 @@ def words_of_sources() -> set[str]:
     return {word.replace("-", "_") for path in files for word in re.findall(r"\w+(?:-\w+)*", path.read_text())}
 
 
-KNOWN = words_of_sources() | {"all_files", "dist"}
-"""The options of pre-commit and pytest's plugins are no words of ours."""
-TOOLS = "ruff", "pyright", "pre-commit", "pip"
+KNOWN = words_of_sources() | {"all_files", "dist", "index_url"}
+"""The options of pip, pre-commit and pytest's plugins are no words of ours."""
+TOOLS = "ruff", "pyright", "pre-commit", "pip", "efficient-densenet"
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
@@ -161,7 +161,7 @@ def test_commands_exist_with_their_options(page, pytestconfig):
             assert name in TOOLS, command
         options = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         assert {option for option in options if option not in KNOWN and option.removeprefix("no") not in KNOWN} == set()
-        for listed in re.findall(r"\.\[(.*?)\]", " ".join(words)):
+        for listed in re.findall(r"(?:\.|efficient_densenet)\[(.*?)\]", " ".join(words)):
             assert set(listed.split(",")) <= set(extras["options.extras_require"]), words
 
 

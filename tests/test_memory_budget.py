@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import DenseNet, densenet121, make_efficient, restore
+from efficient_densenet import DenseNet, make_efficient
 from efficient_densenet.memory import BudgetPlan, largest_batch, predict, set_memory_budget, tensor_peak
 from efficient_densenet.memory.budget import Planner, keep
 from efficient_densenet.memory.sizes import at_least, format_bytes, parse_bytes
-from efficient_densenet.memory.step import MetaModel, default_loss
+from efficient_densenet.memory.step import MetaModel, default_loss, dense_layers
 from efficient_densenet.models.layers import DenseLayer
 
 MIB = 2**20
@@ -52,8 +52,6 @@ MODELS = {
     "bc": (partial(DenseNet, 12, (6, 6, 6)), (16, 3, 32, 32)),
     "flat": (_flat, (8, 3, 32, 32)),
     "twice": (Twice, (8, 3, 32, 32)),
-    "volumes": (partial(DenseNet, 24, (3, 3), dims=3), (2, 3, 24, 24, 24)),
-    "densenet121": (densenet121, (2, 3, 128, 128)),
 }
 
 
@@ -67,9 +65,7 @@ def _measured_peak(model: nn.Module, shape: tuple[int, ...]) -> int:
     return tensor_peak(step)
 
 
-@pytest.mark.parametrize(
-    "name", ["bc", "flat", "twice", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in [*MODELS][3:])]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_budgets_are_kept(name):
     make, shape = MODELS[name]
     model = make()
@@ -89,18 +85,6 @@ def test_budgets_are_kept(name):
     assert plans[0].kept or name != "bc"  # what costs nothing, where there are several stages
     assert plans[-1].recomputed == 0
     assert sum(map(len, plans[-1].kept.values())) == plans[-1].num_layers > 0
-
-
-def test_the_largest_batch_is_right_to_the_image():
-    """Beside measured steps."""
-    make, (_, _, *sides) = MODELS["bc"]
-    model = make()
-    traced = MetaModel(model)
-    budget = traced.persistent.total + 5 * traced.training_step((2, 3, *sides)).tensor_peak
-    found = largest_batch(model, sides, budget)
-    assert found > 4
-    totals = [traced.total((n, 3, *sides), _measured_peak(model, (n, 3, *sides))) for n in (found, found + 1)]
-    assert totals[0] <= budget < totals[1]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -135,43 +119,31 @@ def test_the_largest_batch_has_the_channels_that_the_forward_takes():
         largest_batch(model, 1, budget)
 
 
-def test_a_plan_in_words():
-    plans = [BudgetPlan(4 * MIB, 3 * MIB, {"block": tuple(range(i))}, 5, 30_000_000 * (5 - i)) for i in (2, 5)]
-    words = "3.00 MiB of 4.00 MiB, with the bottlenecks of "
-    assert str(plans[0]) == f"{words}2 of 5 layers saved; saving the rest would spare 90 million multiplications a step"
-    assert str(plans[1]) == f"{words}all 5 layers saved that take longer to recompute"
-    nothing = BudgetPlan(4 * MIB, 3 * MIB, {}, 0, 0)
-    assert str(nothing) == "3.00 MiB of 4.00 MiB, with nothing whose saving would spare time"
+def _converted() -> nn.Module:
+    import torchvision
+
+    model = torchvision.models.DenseNet(24, (3, 3), 24)
+    make_efficient(model)
+    return model
 
 
-def test_a_budget_changes_no_number():
+@pytest.mark.parametrize("make", [partial(DenseNet, 24, (3, 3)), _converted])
+def test_a_budget_changes_no_number_and_no_name(make):
     torch.manual_seed(0)
-    model, x = DenseNet(24, (3, 3)).double(), torch.randn(4, 3, 8, 8).double()
+    model, x = make().double(), torch.randn(4, 3, 32, 32).double()
+    keys = list(model.state_dict())
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     model.zero_grad()
     plan = set_memory_budget(model, "1GiB", x.shape)
     # The first block's layers read 24, 48 and 72 channels: it is faster to recompute than to save a product of few.
     assert plan.kept == {"features.denseblock1": (2,), "features.denseblock2": (1, 2)}
-    assert sum(layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer)) == 3
+    kept = [layer.keep_bottleneck for _, _, layer in dense_layers(model)]
+    assert kept == [False, False, True, False, True, True]
     model(x).sum().backward()
     for parameter, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-12)
-
-
-def test_a_budget_of_a_converted_model():
-    import torchvision
-
-    model = torchvision.models.DenseNet(24, (3, 3), 24)
-    keys = list(model.state_dict())
-    make_efficient(model)
-    plan = set_memory_budget(model, "2GiB", (2, 3, 64, 64))
-    assert plan.kept == {"features.denseblock1": (2,), "features.denseblock2": (1, 2)}
     assert list(model.state_dict()) == keys
-    model(torch.randn(2, 3, 64, 64)).sum().backward()
-    restore(model)
-    make_efficient(model)
-    assert not any(layer.keep_bottleneck for layer in model.features.denseblock1.dense_parts().layers)  # pyright: ignore
 
 
 def test_a_model_with_a_budget_plans_when_it_first_trains():
@@ -237,45 +209,38 @@ def test_a_budget_where_a_forward_is_not_a_training_step():
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_an_impossible_budget_says_what_is_possible(precision):
     model, shape = DenseNet(12, (6, 6, 6)), (64, 3, 32, 32)
-    keeping = [layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer)]
     smallest = Planner(MetaModel(model, precision=precision), shape).smallest
     with pytest.raises(ValueError, match="found a memory budget of") as caught:
         set_memory_budget(model, int(0.7 * smallest), shape, precision=precision)
     message = str(caught.value)
-    assert "\n" not in message
-    assert message.count(":") == 1
+    assert all(layer.keep_bottleneck is None for layer in model.modules() if isinstance(layer, DenseLayer))
+    assert ("precision='bf16'" in message) == (precision is None)
     needed = message.partition("give at least ")[2].partition(",")[0]
     assert set_memory_budget(model, needed, shape, precision=precision).total <= parse_bytes("needed", needed)
     images = int(message.partition("or at most ")[2].split()[0])
     set_memory_budget(model, int(0.7 * smallest), (images, 3, 32, 32), precision=precision)
     with pytest.raises(ValueError, match="found a memory budget of"):
         set_memory_budget(model, int(0.7 * smallest), (images + 1, 3, 32, 32), precision=precision)
-    assert ("precision='bf16'" in message) == (precision is None)
     with pytest.raises(ValueError, match=r"of which one image needs \d+ MiB"):
-        set_memory_budget(DenseNet(12, (6, 6, 6)), "1MiB", shape)
-    assert keeping == [None] * len(keeping)
+        set_memory_budget(model, "1MiB", shape)
+
+
+def test_mistakes_about_the_largest_batch_are_one_sentence():
+    model = DenseNet(4, (2, 2))
     for image_size in ("16", 16.0, (16, 16, 16), 0, (16, -1)):
-        with pytest.raises(
-            ValueError, match=r"image_size is .*, but must be a whole number of at least 1, or 2 of them"
-        ):
+        with pytest.raises(ValueError, match=r"image_size is .*, but must be a whole number of at least 1, or 2 of"):
             largest_batch(model, image_size, "1GiB")
-    for each, image_size in ((model, 32), (DenseNet(4, (2, 2)), 2)):  # whose last norm sees a single value
+    for image_size in (32, 2):  # at 2 the last norm sees a single value of one image
         with pytest.raises(ValueError, match=r"but a step of one image needs \d+ .iB: give at least that much"):
-            largest_batch(each, image_size, "1KiB")
+            largest_batch(model, image_size, "1KiB")
 
 
 def test_sizes():
     sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
-    sizes |= {"2k": 2048, "512 B": 512, ".5 TiB": 1 << 39}
     assert {text: parse_bytes("budget", text) for text in sizes} == sizes
     written = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 123 << 30: "123 GiB"}
     assert {size: format_bytes(size) for size in written} == written
     assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
-
-
-@pytest.mark.parametrize(
-    "text", ["6 gigs", "", "GiB", "12GBit", 0, -5, "0MiB", "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"]
-)
-def test_a_malformed_budget_is_one_sentence(text):
-    with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
-        set_memory_budget(DenseNet(4, (2,)), text, (2, 3, 8, 8))
+    for wrong in ("6 gigs", "", "GiB", 0, -5, "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"):
+        with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
+            set_memory_budget(DenseNet(4, (2,)), wrong, (2, 3, 8, 8))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import add_conv_biases, freeze_norms, freeze_parameters, plan_stage, small_model
-from subjects import Subject
+from subjects import KINDS, Subject
 from test_parts import Block, randomized
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,10 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     "apart": {"needs_grad_input": False},
     "stem": {"biases": True},
     "stem of volumes": {"dims": 3, "trainable": "norm0.bias"},
-    "stem, frozen": {"frozen": "", "biases": True, "autocast": True, "dtype": torch.float32},
     "stem in bfloat16": {"dtype": torch.bfloat16, "memory_format": torch.channels_last, "needs_grad_input": False},
-    "network": {},
 }
+"""Settings of `_calls`; each name begins with the kind of a subject."""
 
 
 class Recording(TorchDispatchMode):
@@ -56,32 +55,24 @@ def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_(tensor.requires_grad)
 
 
-def _module(case: str, **settings: Any) -> tuple[nn.Module, Tensor]:
-    """Modules and an input of theirs."""
-    if case == "network":
-        return small_model("bc", block_config=(2, 1), efficient="shared"), torch.randn(2, 3, 7, 6, dtype=torch.double)
-    if case == "block of other authors":
-        (block,) = randomized(Block(newest_first=True, new_features_only=True))
-        return _Run(block), torch.randn(2, 4, 7, 6, dtype=torch.double)
-    kind = next(
-        kind
-        for kind in ("block", "transition", "norm", "features too", "consumer", "apart", "stem")
-        if case.startswith(kind)
-    )
-    subject = Subject(kind, **settings)
-    return subject, subject.input(size=((9, 10, 7) if kind == "stem" else (5, 4, 6))[: settings.get("dims", 2)])
+class _OfOtherAuthors(nn.Module):
+    """A block of other authors, run by the shared engine."""
 
-
-class _Run(nn.Module):
-    """A block of other authors, by the shared engine."""
-
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.block = block
+        (self.block,) = randomized(Block(newest_first=True, new_features_only=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        plan = plan_stage(self.block, None, x)
-        return plan.run(x)[0]
+        return plan_stage(self.block, None, x).run(x)[0]
+
+
+def _module(case: str, dims: int = 2, **settings: Any) -> tuple[nn.Module, Tensor]:
+    """A module and an input."""
+    if case == "block of other authors":
+        return _OfOtherAuthors(), torch.randn(2, 4, 7, 6, dtype=torch.double)
+    kind = next(kind for kind in KINDS if case.startswith(kind))
+    subject = Subject(kind, dims=dims, **settings)
+    return subject, subject.input(size=((9, 10, 7) if kind == "stem" else (5, 4, 6))[:dims])
 
 
 def _calls(
@@ -122,7 +113,7 @@ def _calls(
 
 @pytest.mark.parametrize("case", CASES)
 def test_opcheck(case):
-    """And on the meta device the results have the same dtypes and shapes; strides depend on the device."""
+    """The results on the meta device have the same dtypes and shapes; strides depend on the device."""
     calls = _calls(case, **CASES[case])
     kind = "stem" if case.startswith("stem") else "stage"
     assert {getattr(OPERATORS, name).default for name in (kind, f"{kind}_backward")} <= {each for each, _ in calls}

@@ -1,4 +1,4 @@
-"""What importing costs and what it does not need; the package as a wheel, alone."""
+"""The cost of an import, the modules that it does not need, and the wheel alone."""
 
 import configparser
 import os
@@ -28,8 +28,9 @@ OPTIONAL = [
     "triton",
     "scipy",
     "safetensors",
+    "huggingface_hub",
 ]
-"""What parts of the package use where it is installed."""
+"""Packages that parts of this one use where they are installed."""
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +64,13 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
     required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
     assert [each for each in required if "extra ==" not in each] == ["torch>=2.6"]
     assert f"\nVersion: {efficient_densenet.__version__}\n" in metadata
+    (scripts,) = (name for name in names if name.endswith("/entry_points.txt"))
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"\nefficient-densenet = efficient_densenet.__main__:main\n" in archive.read(scripts)
 
 
 def test_the_wheel_alone_trains_and_importing_it_does_nothing_else(wheel, tmp_path):
-    """From a directory of its own; it imports torch and the standard library, nothing else, and no compiler."""
+    """The wheel, in a directory of its own, imports torch and the standard library alone, and no compiler."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = f"""

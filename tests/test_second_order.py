@@ -29,21 +29,6 @@ def _squares(*tensors: Tensor) -> Tensor:
     return sum(tensor.square().sum() for tensor in tensors)
 
 
-def _wgan_gp(model: nn.Module) -> list[Tensor]:
-    """The critic's loss on real, generated and interpolated images, for two steps of an optimizer."""
-    real, generated = random_images("bc", batch=4), random_images("bc", batch=4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    for step in range(2):
-        optimizer.zero_grad()
-        weight = torch.linspace(0, 1, 4, dtype=torch.double).view(-1, 1, 1, 1) + step
-        between = torch.lerp(real, generated, weight).requires_grad_()
-        (grad,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
-        penalty = (grad.flatten(1).norm(dim=1) - 1).square().mean()
-        (model(generated).mean() - model(real).mean() + 10 * penalty).backward()
-        optimizer.step()
-    return list(model.parameters())
-
-
 def _maml(model: nn.Module) -> list[Tensor]:
     """Two inner steps with functional_call, through which the gradients of the first parameters flow."""
     x, parameters = random_images("bc", batch=3), dict(model.named_parameters())
@@ -87,7 +72,7 @@ def _trained_after_the_features(model: nn.Module) -> list[Tensor]:
     return list(maps)
 
 
-@pytest.mark.parametrize("use", [_wgan_gp, _maml, _some_inputs, _own_parameters, _trained_after_the_features])
+@pytest.mark.parametrize("use", [_maml, _some_inputs, _own_parameters, _trained_after_the_features])
 def test_uses(use):
     plain, results = small_model("bc", efficient=False), []
     ours = with_engine(plain, "shared")
@@ -120,7 +105,7 @@ def test_gradient_penalty_of_converted_models_and_ordinary_steps_after_it(name):
 
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_third_derivatives(family):
-    """With norms in eval mode: PyTorch 2.15 has none of batch statistics, and says so."""
+    """Norms are in eval mode: PyTorch 2.15 raises for third derivatives of batch statistics."""
     plain, x = small_model(family, efficient=False), random_images(family, batch=2)
     freeze_norms(plain)
     results = []
@@ -151,7 +136,7 @@ def test_synchronized_norms_raise_a_sentence(family):
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
-    """With norms in eval mode: `vmap` of one that updates its statistics in place is PyTorch's error."""
+    """Norms are in eval mode: PyTorch's `vmap` raises where one updates its statistics in place."""
     monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False).eval()
     x = random_images("bc", batch=3)

@@ -94,40 +94,6 @@ def test_norms_of_two_precisions_update_each_their_own():
     assert_same_buffers(ours, plain, tolerance=2e-2)
 
 
-def _doubled(self, x):
-    return 2 * nn.Sequential.forward(self, x)
-
-
-class DoublingBlock(DenseBlock):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-UNUSUAL = {
-    "pooling rounded up": lambda features: setattr(features.transition1.pool, "ceil_mode", True),
-    "another pooling": lambda features: setattr(features.transition1, "pool", nn.MaxPool2d(2)),
-    "another forward": lambda features: setattr(features.transition1.relu, "forward", torch.sigmoid),
-    "dropout": lambda features: features.transition1.add_module("dropout", nn.Dropout(0.5)),
-    "subclass of a transition": lambda features: setattr(
-        features.transition1, "__class__", type("Doubled", (nn.Sequential,), {"forward": _doubled})
-    ),
-    "module inside the norm": lambda features: features.transition1.norm.add_module("norm", nn.Identity()),
-    "unnamed transition": lambda features: setattr(
-        features, "transition1", nn.Sequential(*features.transition1.children())
-    ),
-    "wrapped norm": lambda features: setattr(features, "norm5", nn.Sequential(features.norm5)),
-    "no norm": lambda features: setattr(features, "norm5", nn.Sequential()),
-    "subclass of a block": lambda features: setattr(features.denseblock1, "__class__", DoublingBlock),
-}
-
-
-@pytest.mark.parametrize("change", UNUSUAL)
-def test_unusual_networks_match_plain(change):
-    plain = small_model("bc", efficient=False)
-    UNUSUAL[change](plain.features)
-    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
-
-
 # Memory
 
 

@@ -64,6 +64,17 @@ def test_its_transforms_classify_as_the_demos_do():
         assert (model(images).argmax(1) != test.labels).sum() == 8  # of checkpoints/README.md
 
 
+@torch.no_grad()
+def test_the_committed_colors_classify_photographs():
+    names = "airplane", "automobile", "frog", "ship", "truck"
+    prepare = weights_transforms("densenet_bc_100_12", "cifar10")
+    images = torch.stack([prepare(Image.open(DEMOS / "pictures" / f"{name}.png")) for name in names])
+    probabilities = create_model("densenet_bc_100_12", weights="cifar10").eval()(images).softmax(1)
+    classes = weights_classes("densenet_bc_100_12", "cifar10")
+    assert tuple(classes[i] for i in probabilities.argmax(1)) == names
+    assert probabilities.amax(1).min() > 0.5
+
+
 def test_images_of_other_shapes_and_channels():
     transforms = ImageTransform(8, (100.0, 110.0, 120.0), (50.0, 60.0, 70.0))
     gray = torch.randint(256, (1, 8, 8), dtype=torch.uint8)

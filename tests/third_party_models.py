@@ -220,10 +220,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "smp": _smp,
     "gpleiss": functools.partial(_features_net, TakesFeatures, drop_rate=0.2),
     "gpleiss_efficient": functools.partial(_features_net, TakesFeatures, efficient=True),
-    "csrhddlam": functools.partial(_features_net, TakesParameters, norm=UpdatesInRecomputation),
-    "csrhddlam_efficient": functools.partial(
-        _features_net, TakesParameters, norm=UpdatesInRecomputation, efficient=True
-    ),
     "kuangliu": functools.partial(Net, _newest_first, functional=True),
     "tiramisu": functools.partial(Net, Tiramisu),
 }

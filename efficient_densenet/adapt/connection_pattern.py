@@ -28,7 +28,6 @@ class ConnectionPattern:
         newest_first, new_features_only: as in `BlockParts`.
         is_layer: True for a single layer that concatenates its input and its output, and so is a block by itself.
         layer_call: how to call whole layers, if their parts do not describe them; None if they do.
-        last_only: True if the block returns the output of its last layer alone, such as a convolution after the others.
         calls: what each layer calls, where the parts of the layers describe them.
     """
 
@@ -36,9 +35,8 @@ class ConnectionPattern:
     new_features_only: bool = False
     is_layer: bool = False
     layer_call: LayerCall | None = None
-    last_only: bool = False
     calls: tuple[LayerCalls, ...] = ()
 
 
-ALONE = ConnectionPattern(is_layer=True, layer_call=LayerCall(separately=True), last_only=True)
-"""A layer that is recomputed wherever its author's code calls it, in a block that is no growing concatenation."""
+WHOLE = ConnectionPattern(is_layer=True, layer_call=LayerCall())
+"""A block that is recomputed as a whole, since its layers are not those of a growing concatenation."""

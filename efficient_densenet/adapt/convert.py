@@ -1,10 +1,8 @@
 """Convert every dense block of a model in place, and restore the blocks."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
-from torch.fx import GraphModule
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
@@ -13,22 +11,14 @@ from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
-from .connection_pattern import ALONE, LayerCall
-from .converted import ConvertedBlock, convert_block, convert_layer, layers_called_alone, restore_block
-from .report import Changed, Report, saved_values_per_pixel
+from .connection_pattern import WHOLE
+from .converted import ConvertedBlock, convert_block, convert_whole, restore_block
+from .layer_parts import has_forward
+from .report import Changed, Report, saved_by_shared_engine
 from .sample import dimensions
 from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
 from .stages import BlocksInARow, is_block
-from .structure import (
-    convolutions_in,
-    dense_lines_in,
-    first_conv,
-    has_forward,
-    is_block_without_norms,
-    layers_in,
-    layers_in_a_row,
-    looks_dense,
-)
+from .structure import count_layers, first_conv, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 from .trial import NotRunError, SideEffectError, VerificationError
 
@@ -45,7 +35,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
     check_module("make_efficient", model)
     parsed, report = choose.parse(engine), Report()
     for module in _blocks(model):
-        if module._conversion.pattern == ALONE:  # the block around it may be another now
+        if module._conversion.pattern == WHOLE:  # it may have become a dense block
             restore_block(module)
     _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # inner sequences first
@@ -53,9 +43,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
             add_mixin(module, ConvertedSequence)
         elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
             remove_mixin(module, ConvertedSequence)
-    _explain_graphs(model, report)
     report.transitions = _convert_transitions(model, parsed)
-    _report_lines(model, report)
     _report_stages(model, report, parsed)
     return report
 
@@ -88,7 +76,7 @@ def _convert_tree(
         return False
     visited.add(module)
     reason = _convert(module, engine, may_be_layer)
-    if reason is None or _convert_whole(module, engine):
+    if reason is None:
         report.changed.append(_changed(name, module, engine))
         return True
     children = {f"{name}.{key}" if name else key: child for key, child in module.named_children()}
@@ -99,10 +87,8 @@ def _convert_tree(
     for key, child in children.items():
         if layers_in(child) == layers_in(module):
             report.forget(key)  # a container of this block's layers
-    alone = _convert_layers(module, engine, reason)
-    if alone:
-        report.forget(*(inner for inner in report.unchanged if inner.startswith(f"{name}." if name else "")))
-        report.changed.append(_layers_changed(name, module, alone, engine, isinstance(reason, NotRunError)))
+    if _convert_whole(module, engine, reason):
+        report.changed.append(_changed(name, module, engine))
         return True
     report.unchanged[name] = str(reason)
     if has_forward(module) and not isinstance(reason, SideEffectError):
@@ -110,32 +96,14 @@ def _convert_tree(
     return False
 
 
-def _convert_layers(module: nn.Module, engine: Engine | None, reason: Exception) -> list[ConvertedBlock]:
-    """Let `engine` recompute the layers of a block, which is not converted for `reason`, where its forward calls them;
-    return these layers."""
-    if engine in (Engine.PLAIN, Engine.SHARED):
-        return []
-    converted = []
-    for layer in layers_called_alone(module, reason):
-        try:
-            if has_forward(layer):
-                convert_layer(layer, engine, _as_found(reason))
-                converted.append(layer)
-            else:
-                converted += _convert_layers(layer, engine, reason)
-        except NotRunError as layers_reason:
-            converted += _convert_layers(layer, engine, layers_reason)
-        except (NoPartsError, VerificationError):
-            pass
-    return converted
-
-
-def _convert_whole(module: nn.Module, engine: Engine | None) -> bool:
-    """Let `engine` recompute `module` as a whole if it is a dense block without norms; return whether it does."""
-    if engine in (Engine.PLAIN, Engine.SHARED) or not is_block_without_norms(module):
+def _convert_whole(module: nn.Module, engine: Engine | None, reason: Exception) -> bool:
+    """Let `engine` recompute `module`, which is not converted otherwise for `reason`, as a whole; return whether it
+    does."""
+    cannot_run = isinstance(reason, (NotRunError, SideEffectError)) or not has_forward(module)
+    if cannot_run or count_layers(module) < 2 or engine in (Engine.PLAIN, Engine.SHARED):
         return False
     try:
-        convert_layer(module, engine, "found no norms in a dense block")
+        convert_whole(module, engine, _as_found(reason))
     except (NoPartsError, VerificationError):
         return False
     return True
@@ -164,18 +132,6 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
         except (NoPartsError, VerificationError) as reason:
             return reason
     return None
-
-
-def _explain_graphs(model: nn.Module, report: Report) -> None:
-    """Say why nothing is converted inside graphs of torch.fx, which run the modules of blocks one by one."""
-    for prefix, graph in model.named_modules():
-        if isinstance(graph, GraphModule):
-            names = {f"{prefix}.{name}" if prefix else name for name, _ in graph.named_modules()}
-            for name in names & report.unchanged.keys():
-                report.unchanged[name] = (
-                    "found a graph of torch.fx, which runs the modules of a dense block one by one: convert the model "
-                    "first, and keep its blocks as leaf modules when it is traced"
-                )
 
 
 def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
@@ -226,47 +182,22 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     text = used.value
     if reason is not None:
         text += f" ({reason})" if engine is None else f", which will raise: {reason}"
+    kept_before, kept, recomputes = 0, 0, ""
     if isinstance(block, ConvertedBlock):
         block.update_norms_once(used)
-        if used is not Engine.SHARED and block.why_not_recompute() is None:
-            return _changed_by_layers(name, block, text, used)
-    try:
-        parts = parts_of(block)
-    except NoPartsError:
-        return Changed(name, _count_layers(block), text, 0, 0)
-    saved_by_plain, saved = (round(saved_values_per_pixel(parts, each)) for each in (Engine.PLAIN, used))
-    return Changed(name, len(parts.layers), text, saved_by_plain, saved)
-
-
-def _changed_by_layers(name: str, block: ConvertedBlock, text: str, used: Engine) -> Changed:
-    """The report's entry for a converted block that an engine runs layer by layer."""
-    if used is not Engine.PLAIN:
-        block.recompute_whole_layers()
-    kept_before, kept = block.saved_values_per_pixel(used)
-    recomputes = "" if used is Engine.PLAIN else block.recomputes
+        if used in (Engine.CHECKPOINT, Engine.OFFICIAL) and block.why_not_recompute() is None:
+            block.recompute_whole_layers()
+            recomputes = block.recomputes
+        kept_before, kept = block._conversion.saved
+        kept = kept_before if used is Engine.PLAIN else kept
+    if used is Engine.SHARED and reason is None:
+        kept = round(saved_by_shared_engine(parts_of(block)))
     return Changed(name, _count_layers(block), text, kept_before, kept, recomputes)
-
-
-def _layers_changed(
-    name: str, block: nn.Module, layers: Sequence[ConvertedBlock], engine: Engine | None, in_several_sizes: bool
-) -> Changed:
-    """The report's entry for a block whose layers are recomputed where its author's forward calls them. What they save
-    adds up where their images are not `in_several_sizes`."""
-    changes = [_changed("", layer, engine) for layer in layers]
-    kept_before = 0 if in_several_sizes else sum(each.kept_before for each in changes)
-    kept = 0 if in_several_sizes else sum(each.kept for each in changes)
-    num_layers = min(len(layers), len(layers_in(block)))
-    return Changed(name, num_layers, changes[0].engine, kept_before, kept, changes[0].recomputes)
 
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
-    if pattern == ALONE and is_block_without_norms(block):
-        return len(convolutions_in(block))
-    if pattern is not None and pattern.is_layer:
-        return 1
-    ended = pattern is not None and pattern.last_only and pattern.layer_call == LayerCall(returns_input=True)
-    return len(layers_in(block)) - ended
+    return 1 if pattern is not None and pattern.is_layer and pattern != WHOLE else count_layers(block)
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:
@@ -274,17 +205,6 @@ def _why_not(engine: Engine, block: nn.Module) -> str | None:
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
     return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block))))
-
-
-def _report_lines(model: nn.Module, report: Report) -> None:
-    """Report the dense lines in forwards of networks, as far as the modules that they use are not changed."""
-    blocks = set(_blocks(model))
-    inside = {module for block in blocks for module in block.modules()}
-    for name, module in model.named_modules():
-        if module not in inside and blocks.isdisjoint(module.modules()) and name not in report.unchanged:
-            prefix = f"{name}." if name else ""
-            for row in dense_lines_in(module):
-                report.lines[tuple(f"{prefix}{child}" for child in row)] = name
 
 
 def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:

@@ -24,34 +24,19 @@ from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, NoPartsError
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
-from .connection_pattern import ALONE, ConnectionPattern
+from .connection_pattern import WHOLE, ConnectionPattern
 from .find import (
     Conversion,
     find_by_trial,
-    find_pair,
     find_pattern,
     of_one_tensor,
     restore_norms,
-    run_pattern,
     update_norms_once,
 )
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
-from .sample import Sample, samples
-from .saved import saved_values_per_pixel
-from .structure import (
-    channels_read,
-    is_block_without_norms,
-    is_composed,
-    layers_in,
-    patterns_by_calls,
-    read_block,
-)
-from .trial import (
-    NotRunError,
-    SideEffectError,
-    VerificationError,
-    trial,
-)
+from .sample import Sample
+from .structure import layers_in, may_be_called, patterns_by_calls, read_block
+from .trial import VerificationError
 from .verified import VerifiedModule
 
 
@@ -63,8 +48,6 @@ class ConvertedBlock(VerifiedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Tracers, which may pass a proxy instead of a tensor, trace the author's forward.
-        if not kwargs and len(args) == 1 and self._conversion.pair and _is_pair(args[0]):
-            return self._run_pair(args[0])
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._see_tracer(*args)
             return super().forward(*args, **kwargs)
@@ -105,7 +88,7 @@ class ConvertedBlock(VerifiedModule):
         if engine in (Engine.CHECKPOINT, Engine.OFFICIAL) or self._conversion.recomputes:
             update_norms_once(self)
         elif self._conversion.exactly_once_norms is not None:
-            restore_norms(self, self._conversion.exactly_once_norms, keep_torch_forward=True)
+            restore_norms(self, self._conversion.exactly_once_norms)
 
     def why_not_recompute(self) -> str | None:
         """Why no engine may run the block, or None: the forward of an unverified block may have side effects that must
@@ -136,17 +119,6 @@ class ConvertedBlock(VerifiedModule):
                 raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
         return parts
 
-    def _run_pair(self, pair: Any) -> Any:
-        """The layer's output for two tensors, recomputed if an engine may."""
-        engine = choose.plan_block(self, pair[0]).engine
-        if engine is Engine.PLAIN:
-            return super().forward(pair)
-        if not torch.compiler.is_compiling():
-            update_norms_once(self)
-        if engine is Engine.OFFICIAL:
-            return torch_checkpoint(super().forward, pair, use_reentrant=False)
-        return checkpoint_call(super().forward, (pair,), {})
-
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
@@ -168,17 +140,9 @@ class ConvertedBlock(VerifiedModule):
     def recomputes(self) -> str:
         """What engines that recompute do of each layer, for a report."""
         pattern = self._pattern(recomputes=True)
-        if pattern == ALONE and is_block_without_norms(self):
-            return "the block whole, which has no norms"
-        if pattern == ALONE:
-            return "each layer whole, where the author's forward calls it"
-        if pattern is None or pattern.layer_call is not None or read_block(self, pattern).layers[0].conv2 is None:
-            return "each layer whole"
-        return "the first half of each layer"
-
-    @property
-    def _sample(self) -> Sample:
-        return cast(Sample, self._conversion.sample)  # not None: a trial has found a pattern
+        if pattern == WHOLE:
+            return "the block whole"
+        return "the first half of each layer" if pattern is None or pattern.layer_call is None else "each layer whole"
 
     def _pattern(self, recomputes: bool) -> ConnectionPattern | None:
         whole_layers = self._conversion.whole_layers if recomputes else None
@@ -187,53 +151,26 @@ class ConvertedBlock(VerifiedModule):
     def recompute_whole_layers(self) -> None:
         """Let engines that recompute the first halves of layers recompute whole layers, if a trial finds out how.
 
-        The layers' outputs are all they save then. So do first halves of layers with one convolution and no dropout.
+        The layers' outputs are all they save then.
         """
-        pattern, parts = self._conversion.pattern, self._conversion.whole_layers
-        if pattern is None or pattern.layer_call is not None or parts is not None:
-            return
-        layers = read_block(self, pattern).layers
-        if all(layer.conv2 is None and layer.drop_rate == 0 for layer in layers):
+        pattern = self._conversion.pattern
+        if pattern is None or pattern.layer_call is not None or self._conversion.whole_layers is not None:
             return
         with suppress(NoPartsError, VerificationError):
             calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
-            found = find_by_trial(self, super().forward, calls, None, [self._sample])
-            self._conversion = replace(self._conversion, whole_layers=found.pattern)
-
-    def saved_values_per_pixel(self, engine: Engine) -> tuple[int, int]:
-        """The values per pixel that plain modules, and an engine that runs layer by layer, save for backward, measured
-        in a trial; zeros if it fails."""
-        forward, pattern = super().forward, cast(ConnectionPattern, self._pattern(recomputes=True))
-        if pattern == ALONE:
-            forward = of_one_tensor(forward, self._conversion.pair)
-        with suppress(VerificationError), trial(self, self._sample) as run:
-            saved = saved_values_per_pixel(run, forward)
-            if engine is Engine.PLAIN:
-                return saved, saved
-            return saved, saved_values_per_pixel(run, partial(run_pattern, self, forward, pattern, True))
-        return 0, 0
+            found = find_by_trial(self, super().forward, calls, None, [cast(Sample, self._conversion.sample)])
+            self._conversion = replace(self._conversion, whole_layers=found.pattern, saved=found.saved)
 
     def _see_tracer(self, *args: Any) -> None:
-        """Warn that a tracer of torch.fx makes a graph of the author's forward. Raise RuntimeError for the tracer of FX
-        quantization, which would not find norms under the exactly-once rule.
-
-        The latter fuses modules of exactly torch's classes, and silently ignores modules of subclasses.
-        """
-        before = self._conversion.exactly_once_norms
-        for_quantization = any(type(getattr(each, "tracer", None)).__name__ == "QuantizationTracer" for each in args)
-        if any(isinstance(each, Proxy) for each in args) and not for_quantization:
+        """Warn that a tracer of torch.fx makes a graph of the author's forward. FX quantization does not find norms
+        under the exactly-once rule in it, since it looks for modules of exactly torch's classes."""
+        if any(isinstance(each, Proxy) for each in args):
             choose.warn_once(
                 f"torch.fx traces into a {type(self).__name__}, a converted dense block: its graph runs the author's "
                 f"layers and saves no memory. Keep such blocks as leaf modules, as by create_feature_extractor(..., "
-                "tracer_kwargs={'leaf_modules': [" + type(self).__name__ + "]})"
+                "tracer_kwargs={'leaf_modules': [" + type(self).__name__ + "]}), or call restore(model) first, as to "
+                "quantize the model"
             )
-        if for_quantization and before is not None:
-            names = (name for name, module in self.named_modules() if isinstance(module, UpdatesOnce))
-            if any(name not in before for name in names):
-                raise RuntimeError(
-                    "quantization finds norms by torch's own classes, but the norms of a recomputed block have other "
-                    "classes: call restore(model) first, then prepare the model"
-                )
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
@@ -244,16 +181,12 @@ def _updates_in_a_forward_of_its_own(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and "forward" in vars(module) and not isinstance(module, UpdatesOnce)
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(isinstance(each, Tensor) for each in value)
-
-
 def _run_by_layers(
     block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
     """The function that runs `block` layer by layer, or None if it would skip a module that must be called: one with a
     hook, and any module where there is a hook on all modules."""
-    if pattern is None or has_global_module_hooks():
+    if pattern in (None, WHOLE) or has_global_module_hooks():
         return None
     if pattern.layer_call is not None:
         called = {module for layer in layers_in(block) for module in layer.modules()}
@@ -275,35 +208,12 @@ def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = 
     _convert(block, engine, lambda: find_pattern(block, block.forward, may_be_layer))
 
 
-def convert_layer(layer: nn.Module, engine: Engine | None, reason: str) -> None:
-    """Let `engine` recompute `layer` wherever its author's code calls it with one tensor, in a block that is not
-    converted for `reason`. If that would compute something else, raise `VerificationError`."""
-
-    def find() -> Conversion:
-        try:
-            return find_by_trial(layer, of_one_tensor(layer.forward), [ALONE], reason)
-        except NotRunError as failure:
-            with suppress(VerificationError):
-                return find_pair(layer, layer.forward, reason)
-            raise failure
-
-    _convert(layer, engine, find)
-
-
-def layers_called_alone(block: nn.Module, reason: Exception) -> list[nn.Module]:
-    """The layers of `block`, which is not converted for `reason`, if they may be recomputed wherever they are called:
-    if the author's forward calls them with one tensor each. If it takes something else itself, such as images in
-    several sizes, any modules inside may be.
-    """
-    if isinstance(reason, NotRunError):
-        return [child for child in block.children() if is_composed(child)] if reason.takes_something_else else []
-    if isinstance(reason, SideEffectError) or not isinstance(reason, VerificationError):
-        return []
-    layers = [layer for layer in layers_in(block) if is_composed(layer)]
-    for sample in samples(block, channels_read(block)):
-        with suppress(VerificationError), trial(block, sample) as run:
-            return layers if run.calls_with_one_tensor(block.forward, layers) else []
-    return []
+def convert_whole(block: nn.Module, engine: Engine | None, reason: str) -> None:
+    """Let `engine` recompute `block` as a whole, which is not converted otherwise for `reason`. If that would compute
+    something else, raise `VerificationError`."""
+    if not may_be_called(block):
+        raise NoPartsError(reason)
+    _convert(block, engine, lambda: find_by_trial(block, of_one_tensor(block.forward), [WHOLE], reason))
 
 
 def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Conversion]) -> None:

@@ -9,24 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 
-from .._mixins import add_mixin, remove_mixin
+from .._mixins import add_mixin
 from ..checkpoint.call import checkpoint_call
 from ..engine import layerwise
 from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
-from ..norms.batch_norm import UpdatesOnce, UsesTorchForward, undo_update_once
-from .connection_pattern import ALONE, ConnectionPattern
+from ..norms.batch_norm import UpdatesOnce, undo_update_once
+from .connection_pattern import WHOLE, ConnectionPattern
 from .fingerprint import Fingerprint, drop_rates, fingerprint, why_not_watched
-from .layer_parts import Call
 from .layers import run_layers, run_whole_layers
 from .sample import IMAGES, Sample, dimensions, samples
+from .saved import saved_values_per_pixel
 from .structure import (
     channels_read,
-    custom_norms_in,
-    first_conv,
-    last_conv,
     looks_dense,
     may_concatenate,
     may_return,
@@ -61,10 +58,8 @@ class Conversion(Verified):
         pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
         whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
         sample: the input of the trial, if there was one.
-        pair: the channels of the first of the two tensors that a layer takes as one argument; 0 if it takes a tensor.
+        saved: the values per pixel that the author's forward, and recomputed whole layers, save for backward.
         reason: why the parts of the layers do not describe the block, or None if they do.
-        statistics: the names of buffers that only batch norms of the author's own classes read: any values of them are
-            verified.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks: the positions of the layers whose bottlenecks the shared engine saves, as a budget decides.
         as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
@@ -75,9 +70,8 @@ class Conversion(Verified):
     pattern: ConnectionPattern | None = None
     whole_layers: ConnectionPattern | None = None
     sample: Sample | None = None
-    pair: int = 0
+    saved: tuple[int, int] = (0, 0)
     reason: str | None = None
-    statistics: frozenset[str] = frozenset()
     recomputes: bool = False
     as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] | None = None
@@ -87,7 +81,7 @@ class Conversion(Verified):
         any module's settings."""
         places = [place for calls in (self.pattern.calls if self.pattern else ()) for place in calls.activations]
         has_constants = any(isinstance(each, ActivationSpec) and (each.a or each.b) for each in places)
-        return fingerprint(block, self.statistics, has_constants)
+        return fingerprint(block, has_constants)
 
 
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
@@ -128,18 +122,14 @@ def find_by_trial(
     """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trial's input is
     the first of `tried`, by default of all samples that fit the modules, on which `forward` runs.
 
-    Torch's norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them
-    twice, does not count as a difference. Norms with a forward of their own run this forward in the trial of the
-    block's own forward, and torch's forward afterwards.
+    Norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them twice,
+    does not count as a difference.
     """
-    custom_norms = custom_norms_in(block)
-    for module in custom_norms:
-        _check_has_torch_state(module)
     before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    found = first_failure = None
+    first_failure = None
     try:
         update_norms_once(block)
-        for sample in tried or samples(block, channels_read(block)):
+        for sample in tried or samples(channels_read(block)):
             with trial(block, sample) as run:
                 try:
                     first = run.run_once(forward, MODES[0])
@@ -148,32 +138,22 @@ def find_by_trial(
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
-                by_names = partial(run.finds_modules_by_their_names, forward)
-                patterns, reason = _with_calls(block, patterns, block_results, by_names, reason)
-                for module in custom_norms:
-                    add_mixin(module, UsesTorchForward, innermost=True)
+                patterns, reason = _with_calls(block, patterns, block_results, reason)
                 found = _match(block, forward, block_results, run, patterns, reason)
-                found = replace(found, sample=sample, statistics=_statistics(block_results))
-                return found
+                pattern, saved = cast(ConnectionPattern, found.pattern), saved_values_per_pixel(run, forward)
+                recomputed = partial(run_pattern, block, forward, pattern, True)
+                kept = saved_values_per_pixel(run, recomputed) if pattern.layer_call else 0
+                return replace(found, sample=sample, saved=(saved, kept))
         raise cast(NotRunError, first_failure)
     finally:
-        restore_norms(block, before, keep_torch_forward=found is not None)
+        restore_norms(block, before)
 
 
-def find_pair(layer: nn.Module, forward: Callable, reason: str) -> Conversion:
-    """A pattern for a layer that takes two tensors of one size as one argument, as many channels as its first
-    convolution reads and its last one writes, and is recomputed where it is called."""
-    first, second = first_conv(layer).in_channels, last_conv(layer).out_channels
-    found = find_by_trial(layer, of_one_tensor(forward, first), [ALONE], reason, [Sample(first + second)])
-    return replace(found, pair=first)
-
-
-def of_one_tensor(forward: Callable, pair: int = 0) -> Callable[[Tensor], Tensor]:
-    """A forward of one tensor that returns one, for a trial: several outputs are concatenated, and where `forward`
-    takes two tensors, they are the first `pair` channels and the others."""
+def of_one_tensor(forward: Callable) -> Callable[[Tensor], Tensor]:
+    """A forward that returns one tensor, for a trial: several outputs are concatenated."""
 
     def concatenated(x: Tensor) -> Tensor:
-        output = forward((x[:, :pair], x[:, pair:]) if pair else x)
+        output = forward(x)
         return torch.cat(output, 1) if isinstance(output, (tuple, list)) else output
 
     return concatenated
@@ -183,11 +163,10 @@ def _with_calls(
     block: nn.Module,
     patterns: Sequence[ConnectionPattern],
     block_results: Results,
-    by_names: Callable[[Sequence[Call]], bool],
     reason: str | None,
 ) -> tuple[Sequence[ConnectionPattern], str | None]:
     """The patterns with what the block's forward has called, without those of other layers than dense layers; and
-    `reason`, or the reason why there are no dense layers. `by_names` says whether modules are found by their names."""
+    `reason`, or the reason why there are no dense layers."""
     runs = [each.calls for each in block_results if each.calls is not None]
     by_calls, by_parts, failures = [each for each in patterns if each.layer_call], [], []
     for pattern in patterns:
@@ -195,16 +174,8 @@ def _with_calls(
             by_parts += [] if pattern.layer_call else [with_calls(block, pattern, runs)]
         except NoPartsError as failure:
             failures.append(str(failure))
-    if any(pattern.calls for pattern in by_parts) and not by_names(runs[0]):
-        by_parts, failures = [], ["found modules that a layer does not find by their names"]
     possible = [*by_calls, *by_parts] if patterns[0].layer_call else [*by_parts, *by_calls]
     return possible, reason if by_parts or not failures else reason or failures[0]
-
-
-def _statistics(block_results: Results) -> frozenset[str]:
-    """The names of the buffers of authors' modules that batch norms alone have read: running statistics."""
-    normalized, read = ([each.normalized for each in block_results], [each.read for each in block_results])
-    return frozenset[str]().union(*normalized).difference(*read)
 
 
 def _of_width(
@@ -215,30 +186,17 @@ def _of_width(
     _, channels, *size = result.values[0].shape
     same_size = size == [*sample.shape(IMAGES, dimensions(block))[2:]]
     fitting = [
-        each for each in patterns if each == ALONE or (same_size and may_return(block, each, sample.channels, channels))
+        each for each in patterns if each == WHOLE or (same_size and may_return(block, each, sample.channels, channels))
     ]
     if not (fitting or looks_dense(block)):
         raise VerificationError(f"returns {channels} channels for {sample.channels}")
     return fitting or patterns[:1]
 
 
-def _check_has_torch_state(norm: nn.Module) -> None:
-    """Raise `VerificationError` for a norm with a forward of its own that may read attributes torch's norms do not
-    have, or values that are not watched."""
-    tensors = norm._parameters.keys() | norm._buffers.keys() | norm._modules.keys()
-    own = (vars(norm).keys() | tensors) - _OF_EVERY_BATCH_NORM
-    if own:
-        raise VerificationError(f"holds a {type(norm).__name__} with attributes of its own: {', '.join(sorted(own))}")
-    unwatched = why_not_watched([norm])
-    if unwatched is not None:
-        raise VerificationError(unwatched)
-
-
 def update_norms_once(block: nn.Module) -> None:
     """Put the norms in `block` under the exactly-once rule. (`update_once` would change the names of their classes.)"""
     for module in block.modules():
-        is_torch_s = isinstance(module, _NormBase) and not isinstance(module, (UpdatesOnce, _LazyNormBase))
-        if is_torch_s and not custom_norms_in(module):
+        if isinstance(module, _NormBase) and not isinstance(module, (UpdatesOnce, _LazyNormBase)):
             add_mixin(module, UpdatesOnce, innermost=True)
 
 
@@ -258,7 +216,7 @@ def _match(
         if found is None:
             found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
             trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
-            as_a_whole = describe_difference(trained, run, partial(_recompute_whole, block, forward)) is None
+            as_a_whole = describe_difference(trained, run, partial(run_pattern, block, forward, WHOLE, True)) is None
             return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes, as_a_whole=as_a_whole)
         if not by_parts:
             called = partial(run_pattern, block, forward, pattern, False)
@@ -280,32 +238,16 @@ def run_pattern(
 ) -> Tensor:
     """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
     recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
+    if pattern == WHOLE:
+        return checkpoint_call(forward, (x,), {}) if recomputed else forward(x)
     run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
     if pattern.layer_call is None:
         return run_layers(read_block(block, pattern), x, run_first_half)
     return run_whole_layers(block, forward, pattern, x, run_first_half)
 
 
-def _recompute_whole(block: nn.Module, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The output of `forward`, the author's, recomputed where engines would."""
-    return forward(x) if layerwise.why_not_recompute(block) is not None else checkpoint_call(forward, (x,), {})
-
-
-def restore_norms(block: nn.Module, exactly_once: tuple[str, ...], keep_torch_forward: bool = False) -> None:
+def restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:
     """Give the norms in `block` their classes back, except those named in `exactly_once`."""
     for name, module in block.named_modules():
-        if isinstance(module, UsesTorchForward):
-            if not keep_torch_forward:
-                remove_mixin(module, UsesTorchForward)
-        elif isinstance(module, UpdatesOnce) and name not in exactly_once:
+        if isinstance(module, UpdatesOnce) and name not in exactly_once:
             undo_update_once(module)
-
-
-_OF_EVERY_BATCH_NORM = {
-    *vars(nn.BatchNorm2d(1)),
-    "weight",
-    "bias",
-    "running_mean",
-    "running_var",
-    "num_batches_tracked",
-}

@@ -45,14 +45,12 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         ties: for each module the first place of it, where one module has several.
-        statistics: the names of the buffers that may have any values.
         with_settings: whether the settings of all of torch's modules belong to it, or only those that methods name.
     """
 
     modules: tuple[State, ...]
     classes: tuple[State, ...]
     ties: tuple[int, ...] = ()
-    statistics: frozenset[str] = frozenset()
     with_settings: bool = False
     is_copy: bool = False
 
@@ -61,21 +59,20 @@ class Fingerprint(NamedTuple):
         return self._replace(modules=_as_copies(self.modules), classes=_as_copies(self.classes), is_copy=True)
 
 
-def fingerprint(block: nn.Module, statistics: frozenset[str] = frozenset(), with_settings: bool = False) -> Fingerprint:
-    """The state of `block` and all modules inside that a trial takes as given, without the buffers named in
-    `statistics`, as `name_of_buffer` names them.
+def fingerprint(block: nn.Module, with_settings: bool = False) -> Fingerprint:
+    """The state of `block` and all modules inside that a trial takes as given.
 
-    It holds no reference to a module or a tensor. Objects are compared by identity and attributes, functions by code
-    and the values that they read, large tensors by identity and version.
+    It holds no reference to a module or a tensor. Objects are compared by identity, functions by code and the values
+    that they read, large tensors by identity and version.
     """
     modules = list(_modules(block))
     own = _authors_classes(modules)
     read = _names_in_methods(own)
     first: dict[nn.Module, int] = {}
     ties = tuple(first.setdefault(module, i) for i, module in enumerate(modules))
-    states = tuple(_state(module, statistics, read, with_settings) for module in modules)
+    states = tuple(_state(module, read, with_settings) for module in modules)
     ties = ties if len(first) < len(ties) else ()
-    return Fingerprint(states, tuple(_class_state(cls, read) for cls in own), ties, statistics, with_settings)
+    return Fingerprint(states, tuple(_class_state(cls, read) for cls in own), ties, with_settings)
 
 
 def _authors_classes(modules: Iterable[nn.Module]) -> tuple[type, ...]:
@@ -88,7 +85,7 @@ def why_not_watched(modules: Sequence[nn.Module]) -> str | None:
     own = _authors_classes(modules)
     read = _names_in_methods(own) | {"forward"}
     reads_any_attribute = not read.isdisjoint(READ_ANY_ATTRIBUTE)
-    states = [_state(module, frozenset(), read, False) for module in modules] + [_class_state(cls, read) for cls in own]
+    states = [_state(module, read, False) for module in modules] + [_class_state(cls, read) for cls in own]
     for state in states:
         for name, value in state.values:
             may_be_read = name in read or name.startswith("__") or reads_any_attribute
@@ -101,11 +98,6 @@ def why_not_watched(modules: Sequence[nn.Module]) -> str | None:
 @cache
 def _names_in_methods(classes: tuple[type, ...]) -> frozenset[str]:
     return frozenset[str]().union(*map(names_in_methods, classes))
-
-
-def name_of_buffer(module: nn.Module, name: str) -> str:
-    """The name of a buffer in `Fingerprint.statistics`, the same for all modules of a class."""
-    return f"{class_as_written(module).__qualname__}.{name}"
 
 
 def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
@@ -129,7 +121,7 @@ def change_since(before: Fingerprint, block: nn.Module) -> str | None:
 
     An attribute that was added since counts only if a method of the class may read it.
     """
-    after = fingerprint(block, before.statistics, before.with_settings)
+    after = fingerprint(block, before.with_settings)
     if after == before:
         return None
     if before.is_copy:
@@ -199,7 +191,7 @@ def class_as_written(module: nn.Module) -> type[nn.Module]:
     return TORCH_CLASSES.get(cls, cls)
 
 
-def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str], with_settings: bool) -> State:
+def _state(module: nn.Module, read: frozenset[str], with_settings: bool) -> State:
     """The state of a module. `read` are the names in the methods of the authors' classes, which may read the settings
     of torch's modules; `with_settings` adds all settings of torch's modules without tensors."""
     cls = class_as_written(module)
@@ -220,11 +212,8 @@ def _state(module: nn.Module, statistics: frozenset[str], read: frozenset[str], 
         replicated = attributes["_former_parameters"].keys() | {"_former_parameters"}
         attributes = {name: value for name, value in attributes.items() if name not in replicated}
     absent = (("set of absent tensors", tuple(name for name, value in _tensors(module) if value is None)),)
-    buffers = tuple(
-        (name, frozen(value, read))
-        for name, value in buffers_taken_as_given(module)
-        if value is not None and name_of_buffer(module, name) not in statistics
-    )
+    given = ((name, value) for name, value in buffers_taken_as_given(module) if value is not None)
+    buffers = tuple((name, frozen(value, read)) for name, value in given)
     return State(cls.__name__, _values(attributes, read) + absent + buffers)
 
 

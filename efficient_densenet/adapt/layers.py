@@ -83,11 +83,9 @@ def run_whole_layers(
 
     def run(layer: nn.Module, features: list[Tensor]) -> Tensor:
         called = forward if pattern.is_layer else layer
-        is_last = pattern.last_only and layer is layers[-1]
-        how = call._replace(returns_input=False) if is_last else call
-        return run_first_half(WholeLayer(layer, called, how, pattern.newest_first), features)
+        return run_first_half(WholeLayer(layer, called, call, pattern.newest_first), features)
 
-    return _grow(layers, run, x, pattern.newest_first, pattern.new_features_only, pattern.last_only)
+    return _grow(layers, run, x, pattern.newest_first, pattern.new_features_only)
 
 
 def unshared(x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
@@ -102,15 +100,12 @@ def _grow(
     x: Tensor,
     newest_first: bool,
     new_features_only: bool,
-    last_only: bool = False,
 ) -> Tensor:
-    """The concatenation of all outputs, or the last: each layer runs on the block's input and all outputs so far."""
+    """The concatenation of all outputs: each layer runs on the block's input and all outputs so far."""
     features = [x]
     for layer in layers:
         output = run(layer, features)
         features = [output, *features] if newest_first else [*features, output]
-    if last_only:
-        return features[0 if newest_first else -1]
     if new_features_only:
         del features[-1 if newest_first else 0]
     return torch.cat(features, 1)

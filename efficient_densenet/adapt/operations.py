@@ -3,7 +3,7 @@
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -25,24 +25,17 @@ from .randomness import Generators
 class Recorder:
     """Records the operations that run in its context, and the calls of the modules inside `block`.
 
-    `buffers` are names for the `memory_key` of some buffers.
-
     Attributes:
         calls: the modules that were called, without those inside other `leaf_modules`, and the activations and poolings
             that ran outside of them: by a function where the author's code has called one.
-        normalized, read: the names of buffers that batch norms have read, and that anything else has.
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
             reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
         written: the `memory_key` of each tensor that an operation has changed in place.
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
-    def __init__(
-        self, generators: Generators, block: nn.Module | None = None, buffers: Mapping[int, str] | None = None
-    ) -> None:
-        self.generators, self._buffers = generators, buffers or {}
-        self.normalized: set[str] = set()
-        self.read: set[str] = set()
+    def __init__(self, generators: Generators, block: nn.Module | None = None) -> None:
+        self.generators = generators
         self.calls: list[Call] = []
         self._leaves = set() if block is None else set(leaf_modules(block))
         self._depth = 0
@@ -80,13 +73,6 @@ class Recorder:
             of_torch = frame.f_code.co_filename.startswith(_MODULES_OF_TORCH)
             self.calls.append("a module around" if of_torch else call)
 
-    def see_buffers(self, name: str, args: tuple, kwargs: dict) -> None:
-        """Record which buffers an operation or a function of this name reads."""
-        if self._buffers:
-            keys = {memory_key(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor)}
-            names = {self._buffers[key] for key in keys & self._buffers.keys()}
-            (self.normalized if "batch_norm" in name else self.read).update(names)
-
     @property
     def forwards_of_norms(self) -> int:
         """How often the forward of a batch norm has run."""
@@ -104,8 +90,6 @@ class _Operations(TorchDispatchMode):
             if isinstance(value, torch.Generator):
                 self.recorder.generators.add(value)
         operation = _operation(func)
-        if operation.computes:
-            self.recorder.see_buffers(operation.name, args, kwargs)
         function = operation.pooling
         if operation.own_name in _ACTIVATIONS:
             function = spec_of_operation(operation.own_name, *_arguments(func, args, kwargs))
@@ -133,7 +117,6 @@ class _AuthorsCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         is_authors, before = _is_called_by_author(sys._getframe(1)), self.recorder.num_computed
-        self.recorder.see_buffers(func.__name__, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if is_authors and self.recorder.num_computed == before:
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__

@@ -6,15 +6,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .fingerprint import buffers_taken_as_given, class_as_written
-from .outside import is_known
+from .fingerprint import buffers_taken_as_given
 from .randomness import seed
 
 
 @contextmanager
 def random_tensors(block: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Replace the parameters, and the buffers of norms, by random tensors, shared where the originals are shared. Other
-    buffers keep their values, on which the branches of a forward may depend, and so do parameters that are masks."""
+    buffers keep their values, on which the branches of a forward may depend."""
     seed()
     replacements: dict[int, Tensor] = {}
     before = [(module, module._parameters, module._buffers) for module in block.modules()]
@@ -30,8 +29,7 @@ def random_tensors(block: nn.Module, dtype: torch.dtype | None) -> Iterator[None
     try:
         for module, parameters, buffers in before:
             given = {name for name, _ in buffers_taken_as_given(module)}
-            as_parameter = _random_like if is_known(class_as_written(module)) else _random_unless_mask
-            vars(module)["_parameters"] = {name: replacement(value, as_parameter) for name, value in parameters.items()}
+            vars(module)["_parameters"] = {name: replacement(value, _random_like) for name, value in parameters.items()}
             vars(module)["_buffers"] = {
                 name: replacement(value, _same_values if name in given else _positive_like)
                 for name, value in buffers.items()
@@ -40,16 +38,6 @@ def random_tensors(block: nn.Module, dtype: torch.dtype | None) -> Iterator[None
     finally:
         for module, parameters, buffers in before:
             vars(module).update(_parameters=parameters, _buffers=buffers)
-
-
-def _random_unless_mask(tensor: Tensor) -> Tensor:
-    return _same_values(tensor) if not tensor.is_meta and _is_mask(tensor) else _random_like(tensor)
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Whether this has both zeros and ones, and nothing else, as what selects the channels of a pruned network."""
-    values = tensor.detach()
-    return tensor.dim() == 1 and bool(((values == 0) | (values == 1)).all() and values.any() and not values.all())
 
 
 def _random_like(tensor: Tensor) -> Tensor:

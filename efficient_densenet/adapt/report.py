@@ -3,10 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch.nn.functional as F
-
-from ..engine.choose import Engine
-from ..engine.parts import BlockParts, LayerParts
+from ..engine.parts import BlockParts
 
 
 @dataclass(frozen=True)
@@ -17,8 +14,8 @@ class Changed:
         name: the block's name in the model.
         layers: the number of its layers.
         engine: the engine that runs the block and, if it is not the best engine, the reason.
-        kept_before: the values per pixel that plain modules save for backward.
-        kept: the values per pixel that the engine saves for backward.
+        kept_before: the values per pixel that the author's forward saves for backward; 0 where this was not measured.
+        kept: the values per pixel that the engine saves for backward; 0 where this was not measured.
         recomputes: what the engine recomputes of each layer, such as "each layer whole"; "" where it runs the block at
             once.
     """
@@ -35,7 +32,7 @@ class Changed:
         text = f"{self.name or 'the model'}: {layers}, {self.engine}"
         if self.recomputes:
             text += f", recomputes {self.recomputes}"
-        if self.kept < self.kept_before:
+        if 0 < self.kept < self.kept_before:
             text += f", saves {self.kept:,} values per pixel for backward instead of {self.kept_before:,}"
         return text
 
@@ -51,8 +48,6 @@ class Report:
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
         recomputable: the names in `unchanged` of modules that `checkpoint_wrapper` can recompute as a whole.
-        lines: for each dense block that is lines of a network's own forward, the names of the modules that they use,
-            and the network's name.
     """
 
     changed: list[Changed] = field(default_factory=list)
@@ -60,13 +55,13 @@ class Report:
     transitions: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
     recomputable: list[str] = field(default_factory=list)
-    lines: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def merge(self, names: Sequence[str], change: Changed) -> None:
         """Replace the entries of the blocks called `names` by `change`."""
         first = next((i for i, each in enumerate(self.changed) if each.name in names), None)
         if first is not None:
-            self.changed[first] = change
+            kept_before = sum(each.kept_before for each in self.changed if each.name in names)
+            self.changed[first] = replace(change, kept_before=kept_before)
             self.changed = [each for each in self.changed if each.name not in names]
 
     def forget(self, *names: str) -> None:
@@ -81,7 +76,7 @@ class Report:
         return len(self.changed)
 
     def __str__(self) -> str:
-        if not (self.changed or self.unchanged or self.lines):
+        if not (self.changed or self.unchanged):
             return "nothing to convert: found no dense block"
         lines = [f"{_count(self.changed, 'dense block')} changed" if self.changed else "nothing was changed"]
         lines += [f"  {text}" for text in self._changes()]
@@ -97,8 +92,6 @@ class Report:
             for reason in dict.fromkeys(self.unchanged.values()):
                 names = [name or "the model" for name, other in self.unchanged.items() if other == reason]
                 lines.append(f"  {_listed(names)}: {reason}")
-        for names, network in self.lines.items():
-            lines += [f"dense lines in the forward of {network or 'the model'}", f"  {_advice(names)}"]
         if self.recomputable:
             lines += ["to recompute such a block as a whole (efficient_densenet.checkpoint)", f"  {self._snippet()}"]
         return "\n".join(lines)
@@ -122,43 +115,17 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
-def _advice(names: Sequence[str]) -> str:
-    return (
-        f"{names[0]} to {names[-1]} look like the {len(names)} layers of a dense block: make them and these lines a "
-        "module of their own, which make_efficient tries, or a method, which efficient_densenet.checkpoint recomputes"
-    )
-
-
 def _count(items: Sequence[object], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def saved_values_per_pixel(block: BlockParts, engine: Engine) -> float:
-    """The values per pixel that `engine` saves for the backward of a block.
-
-    Plain saves the inputs of both norms and both convolutions of a layer. The others save the block's input and each
-    layer's output; official and checkpoint also the inputs of the second norm and convolution, but not the last layer's
-    output; the shared engine also the bottleneck of a layer with `keep_bottleneck`. All save the masks of dropout.
-    """
-    total: float = 0 if engine is Engine.PLAIN else block.layers[0].conv1.in_channels
+def saved_by_shared_engine(block: BlockParts) -> float:
+    """The values per pixel that the shared engine saves for the backward of a block: its input and each layer's output,
+    the bottleneck of a layer with `keep_bottleneck`, and a byte for each value that dropout may drop."""
+    total: float = block.layers[0].conv1.in_channels
     for layer in block.layers:
+        growth_rate, weight = layer.last_conv.out_channels, next(layer.last_conv.parameters())
         width = 0 if layer.conv2 is None else layer.conv2.in_channels
-        if engine is Engine.PLAIN:
-            total += 2 * layer.conv1.in_channels + 2 * width
-        elif engine is Engine.SHARED:
-            total += layer.last_conv.out_channels + width * bool(layer.keep_bottleneck)
-        else:
-            total += layer.last_conv.out_channels * (layer is not block.layers[-1]) + 2 * width
-        total += _mask_values(layer, engine) if layer.drop_rate > 0 else 0
+        total += growth_rate + width * bool(layer.keep_bottleneck)
+        total += growth_rate / weight.itemsize if layer.drop_rate > 0 else 0
     return total
-
-
-def _mask_values(layer: LayerParts, engine: Engine) -> float:
-    """The values per pixel of a dropout's mask. The shared engine and GPUs have a byte for each value. A dropout of
-    whole channels has none in PyTorch."""
-    growth_rate, weight = layer.last_conv.out_channels, next(layer.last_conv.parameters())
-    if engine is Engine.SHARED:
-        return growth_rate / weight.itemsize
-    if layer.dropout is not F.dropout:
-        return 0
-    return growth_rate if weight.device.type == "cpu" else growth_rate / weight.itemsize

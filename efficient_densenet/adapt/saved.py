@@ -18,17 +18,21 @@ def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
     """The values per pixel that training by `forward` saves for backward, in the dtype of the trial.
 
     They are the leading coefficient of a polynomial in the size of the images: what is padded, and what does not
-    depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
+    depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it. Zero
+    means that `forward` takes no such sizes.
     """
-    free, saved = dimensions(trial.module) - len(trial.sample.fixed_sides), []
+    dims, saved = dimensions(trial.module), []
     smallest = max(_SMALLEST, trial.sample.size)
-    for size in range(smallest, smallest + _STEP * (free + 1), _STEP):
+    for size in range(smallest, smallest + _STEP * (dims + 1), _STEP):
         with trial.prepared(MAIN_MODES[1]):
             x = trial.input(MAIN_MODES[1], trial.sample._replace(size=size))
-            saved.append(_saved_values(forward, x))
-    for _ in range(free):
+            try:
+                saved.append(_saved_values(forward, x))
+            except Exception:
+                return 0
+    for _ in range(dims):
         saved = [after - before for before, after in pairwise(saved)]
-    return round(saved[0] / (math.factorial(free) * _STEP**free * IMAGES * math.prod(trial.sample.fixed_sides)))
+    return round(saved[0] / (math.factorial(dims) * _STEP**dims * IMAGES))
 
 
 def _saved_values(forward: Forward, x: Tensor) -> float:

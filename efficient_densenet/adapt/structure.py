@@ -3,35 +3,26 @@ names."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 
-from .._dimensions import classes
-from ..engine.parts import BlockParts, NoPartsError, block_reader, is_norm
+from ..engine.parts import BlockParts, NoPartsError, block_reader
 from .connection_pattern import ConnectionPattern, LayerCall
 from .layer_parts import (
     Call,
     calls_of_layers,
     check_structure,
-    has_forward,
     in_order_of_use,
-    is_any_norm,
-    is_composed,
     is_dense_layer,
     is_lazy,
     read_layer,
 )
 
-_LAST_ONLY = ConnectionPattern(last_only=True)
-_BATCH_NORMS = classes("BatchNorm")
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_FEWEST_LAYERS = 3
-"""Convolutions of a dense block without norms; fewer save little."""
 
 
 def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
@@ -72,20 +63,21 @@ def with_calls(block: nn.Module, pattern: ConnectionPattern, runs: Sequence[Sequ
 def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
     """The ways to call whole layers: the layers of `block`, if it looks like a dense block, or `block` as a layer."""
     patterns = []
-    tensors = [*block.parameters(), *block.buffers()]
-    if block_reader(block) is not None or _is_compiled(block) or any(map(is_lazy, tensors)):
-        return patterns
-    if not convolutions_in(block):
+    if not may_be_called(block):
         return patterns
     if looks_dense(block) and layers_in(block):
-        calls = LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True)
-        all_features, new_features, last = ConnectionPattern(), ConnectionPattern(new_features_only=True), _LAST_ONLY
-        patterns += [replace(each, layer_call=call) for call in calls for each in (all_features, new_features, last)]
-        if any(map(is_dense_layer, layers_in(block)[:-1])):  # a row by itself, with a transition after it
-            patterns.remove(replace(_LAST_ONLY, layer_call=LayerCall(returns_input=True)))
+        for call in LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True):
+            patterns += [ConnectionPattern(new_features_only=new, layer_call=call) for new in (False, True)]
     if may_be_layer:
         patterns.append(ConnectionPattern(is_layer=True, layer_call=LayerCall(returns_input=True)))
     return [replace(pattern, newest_first=newest_first) for pattern in patterns for newest_first in (False, True)]
+
+
+def may_be_called(block: nn.Module) -> bool:
+    """Whether engines may call the forward of `block` or of its layers as they are."""
+    tensors = [*block.parameters(), *block.buffers()]
+    is_read_otherwise = block_reader(block) is not None or _is_compiled(block)
+    return not is_read_otherwise and bool(convolutions_in(block)) and not any(map(is_lazy, tensors))
 
 
 def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
@@ -127,47 +119,22 @@ def layers_in(block: nn.Module) -> list[nn.Module]:
     children = [child for child in children if child not in inside]  # a module inside another has a second name
     if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
         return list(children[0].children())
-    return _numbered_layers(block) or children
+    return children
 
 
-def _numbered_layers(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that has no modules for them, but conv1, norm1, prelu1, conv2, norm2, …: the modules of the
-    same number, if these layers grow densely. The sequences that are created here exist for one forward only."""
-    groups: dict[str, list[nn.Module]] = {}
-    for name, child in block.named_children():
-        if any(True for _ in child.children()):
-            return []
-        number = name[len(name.rstrip("0123456789")) :]
-        if number:
-            groups.setdefault(number, []).append(child)
-    layers: list[Any] = [nn.Sequential(*group) for group in groups.values()]
-    if len(layers) < 2 or any(sum(isinstance(module, _ConvNd) for module in layer) != 1 for layer in layers):
-        return []
-    return layers if all(map(is_composed, layers)) and _grow_densely(list(map(_widths, layers))) else []
+def channels_read(block: nn.Module) -> int:
+    """The channels that a block may read: those of the first convolution of its first layer."""
+    return next(widths[0] for widths in map(_widths, [*layers_in(block), block]) if widths)
 
 
-def channels_read(block: nn.Module) -> list[int]:
-    """The channels that a block may read: those of its first convolution or, if it selects channels after a norm, those
-    of this norm."""
-    layers = [layer for layer in layers_in(block) if _widths(layer)]
-    channels = [*(_widths(layer)[0] for layer in layers[:1]), first_conv(block).in_channels]
-    norm = next((module for module in block.modules() if isinstance(module, _NormBase)), None)
-    return list(dict.fromkeys([*channels, *([] if norm is None else [norm.num_features])]))
+def count_layers(block: nn.Module) -> int:
+    """The number of layers of a block, those of its children that have convolutions."""
+    return sum(map(bool, map(_widths, layers_in(block))))
 
 
 def first_conv(module: nn.Module) -> Any:
     """The first convolution inside `module`."""
     return convolutions_in(module)[0]
-
-
-def last_conv(module: nn.Module) -> Any:
-    """The last convolution inside `module`."""
-    return convolutions_in(module)[-1]
-
-
-def custom_norms_in(block: nn.Module) -> set[nn.Module]:
-    """The batch norms in `block` with a forward of their author."""
-    return {module for module in block.modules() if isinstance(module, _BATCH_NORMS) and not is_norm(module)}
 
 
 def may_concatenate(block: nn.Module) -> bool:
@@ -182,7 +149,7 @@ def may_return(block: nn.Module, pattern: ConnectionPattern, in_channels: int, o
     """Whether `block` may return so many channels if its forward uses its layers by `pattern`. The channels of layers
     that are called whole are not known."""
     if pattern.layer_call is not None:
-        return out_channels > in_channels or not pattern.layer_call.returns_input or pattern.last_only
+        return out_channels > in_channels or not pattern.layer_call.returns_input
     if block_reader(block) is not None:
         return True
     new = sum(_widths(layer)[1] for layer in layers_of(block, pattern))
@@ -197,49 +164,7 @@ def looks_dense(block: nn.Module) -> bool:
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
-    layers = layers_in(block)
-    return any(_look_dense(list(map(widths, layers))) for widths in (_widths, _widths_by_norm))
-
-
-def dense_lines_in(network: nn.Module) -> list[list[str]]:
-    """The names of children that look like the layers of a dense block among other modules, for each such block: at
-    least three alike in a row. The forward of `network` concatenates in lines of its own."""
-    if type(network).forward is nn.Sequential.forward or not has_forward(network):
-        return []
-    rows, layers = list[list[str]](), list[nn.Module]()
-    for name, child in network.named_children():
-        if not (layers and _alike(layers[0], child) and _grow_densely(list(map(_widths, [*layers, child])))):
-            rows.append([])
-            layers = []
-        if _widths(child):
-            rows[-1].append(name)
-            layers.append(child)
-    return [row for row in rows if len(row) > 2]
-
-
-def _alike(first: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have the same classes inside."""
-    return [*map(type, first.modules())] == [*map(type, other.modules())]
-
-
-def is_block_without_norms(block: nn.Module) -> bool:
-    """Whether `block` has no norms, and each of its convolutions may read the input of the first one and the outputs
-    of all between. One convolution may come before these, if no module inside is such a block."""
-    if not has_forward(block) or any(map(is_any_norm, block.modules())):
-        return False
-    convolutions = convolutions_in(block)
-    if any(isinstance(each, _ConvTransposeNd) for each in convolutions):
-        return False
-    if _read_a_growing_concatenation(convolutions):
-        return True
-    return _read_a_growing_concatenation(convolutions[1:]) and not any(map(is_block_without_norms, block.children()))
-
-
-def _read_a_growing_concatenation(convolutions: Sequence[Any]) -> bool:
-    if len(convolutions) < _FEWEST_LAYERS:
-        return False
-    widths = accumulate((each.out_channels for each in convolutions), initial=convolutions[0].in_channels)
-    return all(each.in_channels == width for each, width in zip(convolutions, widths, strict=False))
+    return _look_dense(list(map(_widths, layers_in(block))))
 
 
 def convolutions_in(module: nn.Module) -> list[Any]:
@@ -277,14 +202,6 @@ def _widths(layer: nn.Module) -> tuple[int, ...]:
     convolutions."""
     convolutions = in_order_of_use(convolutions_in(layer))
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
-
-
-def _widths_by_norm(layer: nn.Module) -> tuple[int, ...]:
-    """The same for a layer that begins with a norm, which may read more channels than are selected for the
-    convolution."""
-    first = next((module for module in layer.modules() if isinstance(module, (_NormBase, _ConvNd))), None)
-    widths = _widths(layer)
-    return (first.num_features, *widths[1:]) if widths and isinstance(first, _NormBase) else ()
 
 
 def _check_widths(layers: Sequence[Sequence[_ConvNd]]) -> None:

@@ -104,10 +104,7 @@ def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Layer
             results = list(run.run(forward))
             runs = [result.calls for result in results if result.calls is not None]
             (calls,) = calls_of_layers(module, [module], runs, TRANSITION)
-            by_names = run.finds_modules_by_their_names(forward, runs[0])
-            if not (by_names and _is_read(module, calls)) or describe_difference(
-                results, run, partial(_run, module, calls)
-            ):
+            if not _is_read(module, calls) or describe_difference(results, run, partial(_run, module, calls)):
                 return None
             return calls
     except (NoPartsError, VerificationError):

@@ -21,14 +21,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
 from ..norms.sync_batch_norm import local_statistics
-from .fingerprint import buffers_taken_as_given, change_since, class_as_written, drop_rates, fingerprint, name_of_buffer
-from .layer_parts import Call, leaf_modules
+from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
+from .layer_parts import Call
 from .operations import Recorder
 from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
 from .randomness import Generators, generators_of, random_states, seed, without_state
 from .sample import IMAGES, Sample, dimensions
-from .structure import custom_norms_in, first_conv
+from .structure import first_conv
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -43,7 +43,6 @@ class NotRunError(VerificationError):
     def __init__(self, sample: Sample, error: Exception) -> None:
         first_line = (str(error).strip().splitlines() or [""])[0]
         self.error = f"{type(error).__name__}: {first_line}"
-        self.takes_something_else = isinstance(error, (TypeError, ValueError, IndexError, AttributeError))
         super().__init__(
             f"could not be tried: our trial calls it with {sample}, and its forward seems to take something else (it "
             f"raises {self.error})"
@@ -107,7 +106,7 @@ class Result(NamedTuple):
         gradients: the gradients of the input and of each parameter; None for no gradient.
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
-        calls, normalized, read: as in `Recorder`; no calls if the forward raised an error.
+        calls: as in `Recorder`; None if the forward raised an error.
         recomputes: whether batch norms that train ran in the backward too, as in a library's own checkpointing.
     """
 
@@ -118,8 +117,6 @@ class Result(NamedTuple):
     operations: Counter[str]
     recomputes: bool
     calls: Sequence[Call] | None = None
-    normalized: frozenset[str] = frozenset()
-    read: frozenset[str] = frozenset()
 
 
 class Trial:
@@ -128,48 +125,17 @@ class Trial:
     def __init__(self, module: nn.Module, sample: Sample, own_dtype: torch.dtype) -> None:
         self.module, self.sample = module, sample
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.custom_norms, self.generators = custom_norms_in(module), generators_of(module)
+        self.generators = generators_of(module)
 
-    def run(self, forward: Forward, modes: Iterable[Mode] = MODES) -> Iterator[Result]:
+    def run(self, forward: Forward, modes: Iterable[Mode] = MODES, is_authors: bool = True) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
-        return (self.run_once(forward, mode) for mode in modes)
+        return (self.run_once(forward, mode, is_authors) for mode in modes)
 
-    def calls_with_one_tensor(self, forward: Forward, modules: Sequence[nn.Module]) -> bool:
-        """Whether `forward` calls each of `modules` with a single tensor, and never otherwise."""
-        with_one: dict[nn.Module, bool] = {}
-
-        def see(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            is_one = not kwargs and len(args) == 1 and isinstance(args[0], Tensor)
-            with_one[module] = is_one and with_one.get(module, True)
-
-        handles = [module.register_forward_pre_hook(see, with_kwargs=True) for module in modules]
-        try:
-            self.run_once(forward, MAIN_MODES[0])
-        finally:
-            for handle in handles:
-                handle.remove()
-        return len(with_one) == len(modules) and all(with_one.values())
-
-    def finds_modules_by_their_names(self, forward: Forward, calls: Sequence[Call]) -> bool:
-        """Whether `forward`, which makes these calls, calls a module that is put in the place of another one, rather
-        than find the former in a list or in a function."""
-        before = [(module, module._modules) for module in self.module.modules()]
-        copies: dict[Any, Any] = {leaf: _shallow_copy(leaf) for leaf in leaf_modules(self.module)}
-        try:
-            for module, children in before:
-                vars(module)["_modules"] = {name: copies.get(child, child) for name, child in children.items()}
-            return self.run_once(forward, MAIN_MODES[0]).calls == [copies.get(call, call) for call in calls]
-        except VerificationError:
-            return False
-        finally:
-            for module, children in before:
-                vars(module)["_modules"] = children
-
-    def run_once(self, forward: Forward, mode: Mode) -> Result:
-        """Run `forward` and its backward."""
+    def run_once(self, forward: Forward, mode: Mode, is_authors: bool = True) -> Result:
+        """Run `forward` and its backward. Of an author's forward, changes of the module's state are noticed."""
         try:
             with self.prepared(mode) as (tensors, generators):
-                return self._result(forward, mode, tensors, generators)
+                return self._result(forward, mode, tensors, generators, is_authors)
         except VerificationError:
             raise
         except Exception as exc:
@@ -192,11 +158,13 @@ class Trial:
                 vars(module).update(values)
             generators.restore()
 
-    def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators) -> Result:
+    def _result(
+        self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators, is_authors: bool
+    ) -> Result:
         x = self.input(mode, self.sample)
-        state = fingerprint(self.module, frozenset(tensors.names.values()))
+        state = fingerprint(self.module) if is_authors else None
         autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
-        with Recorder(generators, self.module, tensors.names) as recorder, autocast:
+        with Recorder(generators, self.module) as recorder, autocast:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
@@ -205,7 +173,7 @@ class Trial:
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
         recomputes = output.requires_grad and _run_backward(output, generators, mode)
         tensors.check_unchanged(recorder.written)
-        change = change_since(state, self.module)
+        change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
         drawn_from = generators.changed()
@@ -214,25 +182,15 @@ class Trial:
         reference = weakref.ref(output)
         del output
         _check_released(reference)
-        states += [*random_states(x.device), *tensors.buffers_to_compare(mode, self.custom_norms)]
+        states += random_states(x.device)
+        states += [buffer for module in self.module.modules() for buffer in module._buffers.values()]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
-        return Result(
-            *(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls),
-            *(frozenset(recorder.normalized), frozenset(recorder.read)),
-        )
+        return Result(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls)
 
     def input(self, mode: Mode, sample: Sample) -> Tensor:
         parameter = next(self.module.parameters())
         x = torch.randn(sample.shape(IMAGES, dimensions(self.module), mode.extra_size), device="cpu")
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    """A module with the same attributes. Classes of parametrized modules refuse `copy.copy`, those of fully_shard a
-    `__new__` without arguments."""
-    copied = object.__new__(type(module))
-    vars(copied).update(vars(module))
-    return copied
 
 
 def _run_backward(output: Tensor, generators: Generators, mode: Mode) -> bool:
@@ -260,10 +218,6 @@ class _TrialTensors:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
             each.training = mode.training != mode.in_other_mode(module, each)
-        given = ((each, *buffer) for each in modules for buffer in buffers_taken_as_given(each))
-        self.names = {
-            memory_key(buffer): name_of_buffer(each, name) for each, name, buffer in given if buffer is not None
-        }
         self._buffers_before = [(each, dict(each._buffers)) for each in modules]
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
@@ -303,12 +257,6 @@ class _TrialTensors:
                             f"changes the {kind} {name} of a {type(module).__name__} in its forward, which recomputing "
                             "would do again"
                         )
-
-    def buffers_to_compare(self, mode: Mode, custom_norms: set[nn.Module]) -> list[Tensor | None]:
-        """All buffers, except the buffers of norms with a forward of their own in modes other than the main modes: such
-        norms may or may not update them there, whereas the engines always do."""
-        modules = (each for each in self.module.modules() if mode in MAIN_MODES or each not in custom_norms)
-        return [buffer for each in modules for buffer in each._buffers.values()]
 
 
 @contextmanager

@@ -65,7 +65,5 @@ class VerifiedModule(KeepsSignature):
         before: Fingerprint | None = self._conversion.verified
         change = "its layers are others" if before is None else change_since(before, self)
         if change is None and before is not None and before.is_copy:  # in a copy: compare identities from now on
-            self._conversion = replace(
-                self._conversion, verified=fingerprint(self, before.statistics, before.with_settings)
-            )
+            self._conversion = replace(self._conversion, verified=fingerprint(self, before.with_settings))
         return change

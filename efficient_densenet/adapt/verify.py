@@ -19,9 +19,8 @@ def describe_difference(block_results: Results, trial: Trial, forward: Forward) 
     range; it still shows that `forward` does not describe the block.
     """
     try:
-        for expected, actual in zip(
-            block_results, trial.run(forward, [each.mode for each in block_results]), strict=True
-        ):
+        actual_results = trial.run(forward, [each.mode for each in block_results], is_authors=False)
+        for expected, actual in zip(block_results, actual_results, strict=True):
             difference = _difference(actual, expected)
             if difference is not None:
                 return difference

@@ -80,7 +80,7 @@ def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m efficient_densenet.memory", description="The memory of a training step, without running it."
+        prog="efficient-densenet memory", description="The memory of a training step, without running it."
     )
     parser.add_argument("model", metavar="model", choices=[*VARIANTS, *FC_VARIANTS], help="a model of the zoo")
     parser.add_argument("--batch_size", type=int, default=64)

@@ -1,6 +1,10 @@
 """The base class of all models of this package: an engine for the dense blocks, and a check of the input."""
 
-from typing import TypeVar
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -8,6 +12,7 @@ from .._compilers import records_sizes
 from ..engine import choose
 from ..weights.load import WeightsReport
 from .dimensions import NORMS, modules_for
+from .hub import as_hub_model, hub_class
 from .layers import DenseBlock
 
 Model = TypeVar("Model", bound="DenseModel")
@@ -19,6 +24,37 @@ class DenseModel(nn.Module):
     in_channels: int
     dims: int
     weights_report: WeightsReport  # from `create_model` with weights
+
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    """What the model was built with, of plain values."""
+
+    def _keep_arguments(self, given: Mapping[str, Any]) -> None:
+        plain = bool, int, float, str, list, tuple, NoneType
+        self.arguments = {name: value for name, value in given.items() if isinstance(value, plain)}
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write weights, arguments and a model card to a folder, from which `from_pretrained` builds the model again.
+
+        `options` are those of Hugging Face's `PyTorchModelHubMixin`, such as `push_to_hub=True`.
+        """
+        missing = inspect.signature(type(self)).parameters.keys() - self.arguments.keys()
+        if missing:
+            raise ValueError(
+                f"found a model whose {sorted(missing)[0]} cannot be written: save its state_dict(), or build it with "
+                "the name of an activation"
+            )
+        as_hub_model(self).save_pretrained(folder, config=self.arguments, **options)
+
+    @classmethod
+    def from_pretrained(cls: type[Model], name: str | Path, **options: Any) -> Model:
+        """The model in a folder or in a repository of Hugging Face, in eval mode.
+
+        `options` are those of Hugging Face's `PyTorchModelHubMixin`, such as `revision`, and arguments of the class
+        that replace the saved ones, such as `efficient`.
+        """
+        model = hub_class(cls).from_pretrained(name, **{"strict": True} | options)
+        model.__class__ = cls
+        return model
 
     @property
     def smallest_input(self) -> int:

@@ -75,6 +75,7 @@ class DenseNet(DenseModel):
         activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
+        self._keep_arguments(locals())
         bn_size, init = bn_size or 0, init or ("fan_out" if small_inputs else "fan_in")
         efficient = efficient if memory_efficient is None else memory_efficient
         _check_architecture(growth_rate, block_config, compression, num_init_features, bn_size)
@@ -156,6 +157,8 @@ class DenseNet(DenseModel):
     def _become_backbone(self, out_indices: int | Sequence[int] | None, maps: str) -> None:
         self.feature_info = self.feature_info.of_maps(out_indices, maps)
         self.features = self.features.tapped(self.feature_info)
+        maps_only = {"features_only": True, "out_indices": self.feature_info.out_indices, "maps": maps}
+        self.arguments = {**self.arguments, **maps_only}
         self.num_classes, self.num_features = 0, self.feature_info.channels(max(self.feature_info.out_indices))
         self._modules.pop("classifier", None)
 
@@ -169,6 +172,7 @@ class DenseNet(DenseModel):
         check_integer("num_classes", num_classes, at_least=0)
         like = self.features.norm5.weight
         self.num_classes, self.classifier = num_classes, nn.Identity()
+        self.arguments = {**self.arguments, "num_classes": num_classes}
         if num_classes:
             self.classifier = nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
             nn.init.zeros_(self.classifier.bias)

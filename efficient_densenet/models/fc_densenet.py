@@ -46,6 +46,7 @@ class FCDenseNet(DenseModel):
         activation: str | ActivationFactory = "relu",
     ) -> None:
         super().__init__()
+        self._keep_arguments(locals())
         _check_architecture(growth_rate, block_config, num_init_features)
         check_between("drop_rate", drop_rate, 0, 1, "[)")
         check_integer("num_classes", num_classes, at_least=0)

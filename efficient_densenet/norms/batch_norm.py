@@ -43,15 +43,6 @@ class UpdatesOnce(_NormMixin):
         return super(UpdatesOnce, copied).forward(input)
 
 
-class _TorchForward(_NormMixin):
-    forward = _BatchNorm.forward
-
-
-class UsesTorchForward(UpdatesOnce, _TorchForward):
-    """Mixin for a batch norm class with a forward of its own that is known to be equivalent to torch's: it runs torch's
-    forward, under the exactly-once rule."""
-
-
 class CpBatchNorm1d(UpdatesOnce, nn.BatchNorm1d):
     """`nn.BatchNorm1d` under the exactly-once rule."""
 

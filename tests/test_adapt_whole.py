@@ -1,0 +1,399 @@
+"""Dense blocks of other kinds of layers, which are recomputed: each layer whole, or else the block whole."""
+
+import copy
+import pickle
+from functools import partial
+from typing import Any
+
+import dense_families as families
+import pytest
+import torch
+import torch.nn.functional as F
+from dense_families import CHANNELS, DEPTH, GROWTH, Block, Concatenating, ResidualDense, ResidualInResidual
+from grids import grid
+from helpers import assert_all_close, assert_close, assert_same_buffers, assert_same_gradients
+from third_party_models import TakesParameters, UpdatesInRecomputation, assert_same_training, features_block
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from efficient_densenet import convert_batchnorm, make_efficient, restore
+from efficient_densenet.memory import saved_bytes, tensor_peak
+
+pytestmark = pytest.mark.filterwarnings("ignore:falling back from engine 'shared' to 'checkpoint'")
+
+LAYERS = {
+    "squeeze and excite": families.SqueezeAndExcite,
+    "two dropouts": families.TwoDropouts,
+    "convolution first": families.conv_norm_relu,
+    "separable": families.separable,
+    "of volumes, norm first": families.norm_first_of_volumes,
+    "of volumes, an author's convolution": families.axial,
+    "no norms, padded by reflection": families.padded_by_reflection(nn.ReLU),
+    "no norms, PReLU": families.padded_by_reflection(nn.PReLU),
+}
+
+
+def _pair(block: nn.Module, engine: bool | str = True) -> tuple[nn.Module, nn.Module, Any]:
+    """A converted block in float64, with random values in its norms and biases; a plain copy; and the report."""
+    for parameter in block.double().parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=0.5, std=0.3)
+    plain = copy.deepcopy(block)
+    return block, plain, make_efficient(block, engine)
+
+
+def _batch(dims: int = 2, side: int = 6) -> Tensor:
+    return torch.randn(3, CHANNELS, *(side + 2, side, side + 1)[:dims], dtype=torch.double)
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return list(output) if isinstance(output, (tuple, list)) else [output]
+
+
+def _train(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """The outputs, the input's gradient, and the state of the random generator."""
+    torch.manual_seed(7)
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    outputs = _tensors(model(x * 1))
+    sum(output.sin().sum() for output in outputs).backward()
+    return [*(output.detach() for output in outputs), x.grad, torch.get_rng_state()]
+
+
+def _assert_same_training(ours: nn.Module, plain: nn.Module, x: Tensor) -> None:
+    assert_all_close(_train(ours, x), _train(plain, x))
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def _values_per_pixel(model: nn.Module, x: Tensor) -> float:
+    return saved_bytes(lambda: copy.deepcopy(model)(x)) / x[:, 0].nbytes
+
+
+@pytest.mark.parametrize(
+    *grid(
+        layer=LAYERS,
+        newest_first=[False, True],
+        kind=["all", "new features only", "concatenating layers"],
+        engine=[True, "checkpoint", "official"],
+    )
+)
+def test_layers_of_any_kind_are_recomputed_whole_and_save_their_outputs_alone(layer, newest_first, kind, engine):
+    if kind == "concatenating layers":
+        layers = (Concatenating(LAYERS[layer], CHANNELS + i * GROWTH, newest_first) for i in range(3))
+        block: nn.Module = nn.Sequential(*layers)
+    else:
+        block = Block(LAYERS[layer], newest_first, returns_input=kind == "all")
+    x = _batch(3 if "volumes" in layer else 2)
+    block, plain, report = _pair(block, engine)
+    (changed,) = report.changed
+    assert changed.engine.startswith("checkpoint (found" if engine is True else engine)
+    assert (changed.layers, changed.recomputes, changed.kept) == (3, "each layer whole", CHANNELS + 2 * GROWTH)
+    assert f"saves {changed.kept} values per pixel for backward instead of {changed.kept_before}" in str(changed)
+    _assert_same_training(block, plain, x)
+    assert _values_per_pixel(block, x) == changed.kept
+    if "padded" not in layer and "PReLU" not in layer:  # else what is padded counts, and here the images are small
+        assert changed.kept_before == pytest.approx(_values_per_pixel(plain, x), rel=0.1)
+    _assert_same_training(block.eval(), plain.eval(), x)
+    restore(block)
+    assert list(map(type, block.modules())) == list(map(type, plain.modules()))
+
+
+class WithDropoutAndCounter(ResidualDense):
+    """Dropout between the layers, and a buffer that the forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout2d(0.3)
+        self.register_buffer("temperature", torch.full((1,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y1 = self.dropout(F.elu(self.conv1(x)))
+        y2 = F.dropout(F.elu(self.conv2(torch.cat((x, y1), 1))), 0.2, self.training)
+        y3 = self.lrelu(self.conv3(torch.cat((x, y1, y2), 1)) + y1)
+        y4 = self.lrelu(self.conv4(torch.cat((x, y1, y2, y3), 1)))
+        return self.conv5(torch.cat((x, y1, y2, y3, y4), 1)) * self.temperature + x
+
+
+# Each: the block, its dimensions, what is recomputed, and the values per pixel that it saves.
+FAMILIES = {
+    "takes a list": (families.DenseStage, 2, "each layer whole", CHANNELS + (DEPTH - 1) * GROWTH),
+    "ELU": (families.BottleneckBlock, 2, "each layer whole", CHANNELS + (DEPTH - 1) * GROWTH),
+    "reactivates": (families.condensed, 2, "the block whole", CHANNELS),
+    "skips features": (families.SkipsFeatures, 2, "the block whole", CHANNELS),
+    "modules by their names": (families.DilatedDense, 2, "the block whole", CHANNELS),
+    "RDB": (ResidualDense, 2, "the block whole", CHANNELS),
+    "RRDB": (ResidualInResidual, 2, "the block whole", CHANNELS),
+    "RDN": (families.LocalFusion, 2, "each layer whole", CHANNELS + 3 * GROWTH),
+    "PWC-Net": (families.FlowEstimator, 2, "the block whole", CHANNELS),
+    "dropout": (WithDropoutAndCounter, 2, "the block whole", CHANNELS),
+    "signals": (partial(ResidualDense, 1), 1, "the block whole", CHANNELS),
+    "padded by replication": (partial(ResidualDense, padding_mode="replicate"), 2, "the block whole", CHANNELS),
+}
+
+
+@pytest.mark.parametrize(*grid(family=FAMILIES, engine=[True, "checkpoint", "official"], strength=1))
+def test_a_family_trains_as_plain_does_and_saves_what_the_report_says(family, engine):
+    build, dims, recomputes, kept = FAMILIES[family]
+    block, plain, report = _pair(build(), engine)
+    x = _batch(dims)
+    for training in (True, False):
+        _assert_same_training(block.train(training), plain.train(training), x)
+    assert report
+    assert not report.unchanged
+    for changed in report.changed:
+        assert changed.engine.startswith("checkpoint (found" if engine is True else engine)
+        assert (changed.recomputes, changed.kept) == (recomputes, kept)
+        converted, original = (each.get_submodule(changed.name) for each in (block, plain))
+        assert _values_per_pixel(converted, x) == pytest.approx(kept, rel=0.01)
+        assert kept < 0.5 * changed.kept_before
+        assert changed.kept_before < 1.01 * _values_per_pixel(original, x)
+    restore(block)
+    assert list(map(type, block.modules())) == list(map(type, plain.modules()))
+
+
+def _peak(model: nn.Module, x: Tensor) -> int:
+    def step() -> None:
+        model(x).square().mean().backward()
+
+    step()  # allocates the gradients
+    return tensor_peak(step)
+
+
+def test_nine_residual_dense_blocks_take_a_quarter_of_plain_s_memory():
+    groups = (ResidualInResidual(64, 32) for _ in range(3))
+    plain, x = nn.Sequential(families.conv(3, 64), *groups, families.conv(64, 3)), torch.randn(1, 3, 48, 48)
+    best, checkpoint = copy.deepcopy(plain), copy.deepcopy(plain)
+    for report in (make_efficient(best), make_efficient(checkpoint, "checkpoint")):
+        assert [change.name for change in report.changed] == [f"{i}.blocks.{j}" for i in (1, 2, 3) for j in range(3)]
+    assert max(_peak(best, x), _peak(checkpoint, x)) <= 0.27 * _peak(plain, x)
+
+
+PEAKS = {
+    "takes a list": (families.DenseStage, (64, 64, 256, 5), (2, 64, 32, 32), 0.36),
+    "ELU": (families.BottleneckBlock, (64, 32, 128, 12), (2, 64, 28, 28), 0.26),
+    "reactivates": (families.condensed, (32, 8, 32, 12), (4, 32, 28, 28), 1.1),
+}
+"""Each: the block, its widths (input, growth, bottleneck) and depth as in the model, an input, and the tensor peak of a
+step in one thread as a fraction of plain's, with a tenth added to what was measured. One block that is recomputed whole
+takes as much in its backward as plain."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", PEAKS)
+def test_the_peak_of_a_step_at_widths_as_in_the_model(family, monkeypatch):
+    build, widths, shape, ratio = PEAKS[family]
+    for name, value in zip(("CHANNELS", "GROWTH", "WIDTH", "DEPTH"), widths, strict=True):
+        monkeypatch.setattr(families, name, value)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # oneDNN's own copies count under two threads
+    try:
+        block, x = build(), torch.randn(shape)
+        plain = copy.deepcopy(block)
+        make_efficient(block)
+        assert _peak(block, x) < ratio * _peak(plain, x)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+@pytest.mark.parametrize("activation", [nn.Mish, nn.ReLU])
+def test_layers_that_the_shared_engine_knows_are_recomputed_whole_by_another(activation, drop_rate):
+    block, plain, report = _pair(families.BottleneckBlock(activation, drop_rate), "checkpoint")
+    (changed,) = report.changed
+    kept = CHANNELS + (DEPTH - 1) * GROWTH
+    assert (changed.engine, changed.recomputes, changed.kept) == ("checkpoint", "each layer whole", kept)
+    x = _batch(side=16)
+    assert _values_per_pixel(block, x) == kept < 0.1 * _values_per_pixel(plain, x)
+    calls: list[str] = []
+    for name, each in (("ours", block), ("plain", plain)):
+        each["denselayer2"].conv2.register_forward_hook(lambda *_, name=name: calls.append(name))
+    assert_same_training(block, plain, _batch())
+    assert calls == ["ours"] * 3 + ["plain"] * 3
+
+
+@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
+def test_what_the_shared_engine_saves_is_true_masks_included(drop_rate):
+    block, plain, report = _pair(families.BottleneckBlock(nn.ReLU, drop_rate))
+    (changed,) = report.changed
+    assert changed.engine == "shared"
+    for model, said in ((block, changed.kept), (plain, changed.kept_before)):
+        assert said == pytest.approx(_values_per_pixel(model, _batch(side=32)), rel=0.1)
+
+
+def test_the_innermost_module_that_looks_like_a_block_is_converted():
+    report = make_efficient(nn.Sequential(families.conv(3, CHANNELS, 1), ResidualDense()))
+    assert [change.name for change in report.changed] == ["1"]
+
+
+def test_an_engine_that_cannot_run_it_leaves_it_alone_and_says_so():
+    model = nn.Sequential(ResidualDense())
+    report = make_efficient(model, "shared")
+    assert list(report.unchanged) == ["0"]
+    assert report.unchanged["0"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
+    make_efficient(model)
+    make_efficient(model, "plain")
+    assert type(model[0]) is ResidualDense
+
+
+@pytest.mark.parametrize("build", [ResidualDense, families.condensed])
+def test_a_block_that_is_recomputed_whole_takes_another_engine_and_is_found_again(build):
+    block, plain, report = _pair(build())
+    assert str(make_efficient(block)) == str(report)
+    assert not make_efficient(block, "shared")
+    assert list(map(type, block.modules())) == list(map(type, plain.modules()))
+    (changed,) = make_efficient(block, "checkpoint").changed
+    assert changed.engine == "checkpoint"
+    _assert_same_training(block, plain, _batch())
+
+
+def test_hooks_inside_and_on_the_block_are_called_as_plain_calls_them():
+    block, plain, _ = _pair(ResidualDense())
+    calls = []
+    for name, each in (("ours", block), ("plain", plain)):
+        for module in (each, each.conv5):
+            module.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
+            module.register_full_backward_hook(lambda module, *grads, name=name: calls.append(name))
+    _assert_same_training(block, plain, _batch())
+    assert calls == ["ours"] * 4 + ["plain"] * 4
+
+
+def test_a_changed_scale_is_noticed():
+    block, plain, _ = _pair(ResidualDense())
+    block.scale = plain.scale = 0.7
+    with pytest.warns(UserWarning, match="scale of a ResidualDense was 0.2 and is 0.7"):
+        _assert_same_training(block, plain, _batch())
+    make_efficient(block)
+    assert _values_per_pixel(block, _batch()) < 0.5 * _values_per_pixel(plain, _batch())
+    _assert_same_training(block, plain, _batch())
+
+
+@pytest.mark.parametrize(
+    ("build", "engine"),
+    [(ResidualDense, True), (families.LocalFusion, True), (partial(Block, families.tiramisu), "checkpoint")],
+)
+def test_outputs_and_inputs_may_be_changed_in_place(build, engine):
+    block, plain, _ = _pair(build(), engine)
+    for model in (block, plain):
+        torch.manual_seed(3)
+        x = torch.randn(2, CHANNELS, 5, 4, dtype=torch.double, requires_grad=True)
+        changed = x * 1
+        output = model(changed)
+        if model is block:  # plain has saved it
+            changed.zero_()
+        output.mul_(3)
+        output.sin().sum().backward()
+    assert_same_gradients(block, plain)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="earlier compilers run the author's forward")
+def test_a_compiled_block():
+    block, plain, _ = _pair(ResidualInResidual())
+    compiled, x = torch.compile(block, backend="aot_eager", fullgraph=True), _batch()
+    for model in (compiled, plain):
+        model(x).sin().sum().backward()
+    assert_same_gradients(block, plain)
+
+
+def test_copies_pickles_and_what_is_restored():
+    model, plain, _ = _pair(ResidualInResidual())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = _batch()
+    saved = _values_per_pixel(model, x)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        _assert_same_training(again, plain, x)
+        assert _values_per_pixel(again, x) == saved
+    restore(model)
+    assert not any("_conversion" in vars(module) for module in model.modules())
+
+
+class _Counts(ResidualDense):
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+def test_a_block_with_side_effects_is_left_alone():
+    block, plain, report = _pair(_Counts(), "checkpoint")
+    assert not report
+    _assert_same_training(block, plain, _batch())
+    assert block.count == plain.count == 1
+
+
+class UnequalGrowth(Block):
+    def __init__(self) -> None:
+        super().__init__(families.tiramisu)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(c), nn.ReLU(), families.conv(c, k)) for c, k in ((6, 4), (10, 8))
+        )
+
+
+def test_unequal_growth_is_named():
+    block, plain, report = _pair(UnequalGrowth())
+    (changed,) = report.changed
+    assert changed.engine == "checkpoint (found layers that add 4, 8 channels, where all must add the same)"
+    _assert_same_training(block, plain, _batch())
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("returns_input", [True, False])
+def test_blocks_of_a_tiramisu_run_by_the_shared_engine(newest_first, returns_input):
+    block, plain, report = _pair(Block(families.tiramisu, newest_first, returns_input))
+    assert [change.engine for change in report.changed] == ["shared"]
+    assert_same_training(block, plain, _batch())
+
+
+class ReentrantLayer(families.SqueezeAndExcite):
+    """As CAM++ and SE-DenseNets have it: a bottleneck in PyTorch's reentrant checkpoint."""
+
+    def first_half(self, *features: Tensor) -> Tensor:
+        if self.training and features[0].requires_grad:
+            return torch_checkpoint(super().first_half, *features, use_reentrant=True)
+        return super().first_half(*features)
+
+
+@pytest.mark.parametrize("engine", ["official", "checkpoint", True])
+def test_layers_with_reentrant_checkpoints_inside_train(engine):
+    plain = nn.Sequential(families.conv(CHANNELS, CHANNELS), Block(ReentrantLayer)).double()
+    ours = copy.deepcopy(plain)
+    convert_batchnorm(plain)  # the author's checkpoints would update the running statistics twice
+    assert [changed.name for changed in make_efficient(ours, engine).changed] == ["1"]
+    for _ in range(2):
+        x = _batch()
+        for model in (plain, ours):
+            model(x).square().sum().backward()
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert_close(actual.grad, expected.grad)
+    assert_all_close(ours.buffers(), plain.buffers())
+
+
+@pytest.mark.parametrize("efficient", [False, True])
+def test_norms_of_an_author_s_class_update_once(efficient):
+    block, plain, report = _pair(features_block(TakesParameters, norm=UpdatesInRecomputation, efficient=efficient))
+    (changed,) = report.changed
+    assert changed.engine.startswith("checkpoint (found a UpdatesInRecomputation inside a layer")
+    for layer in plain.children():
+        layer.efficient = False
+    assert_same_training(block, plain, _batch())
+
+
+def test_the_stages_of_timm_s_rdnet():
+    rdnet = pytest.importorskip("timm.models.rdnet")
+    shape = {"growth_rates": (16, 16, 24), "num_blocks_list": (3, 3, 3), "block_type": ("Block", "Block", "BlockESE")}
+    options = {"is_downsample_block": (None, True, False), "num_init_features": 24, "num_classes": 5}
+    model = rdnet.RDNet(**shape, **options, drop_path_rate=0.2, ls_init_value=0.5).double()
+    plain = copy.deepcopy(model)
+    report = make_efficient(model)
+    assert [(change.name, change.layers) for change in report.changed] == [
+        (f"dense_stages.{name}", 3) for name in ("0", "1.2", "2.2")
+    ]
+    assert {change.recomputes for change in report.changed} == {"each layer whole"}
+    assert not report.unchanged
+    assert_same_training(model, plain, torch.randn(2, 3, 32, 32, dtype=torch.double))
+    own, x = copy.deepcopy(plain).float(), torch.randn(4, 3, 128, 128)
+    own.set_grad_checkpointing()
+    peaks = [_peak(each, x) for each in (model.float(), own, plain.float())]
+    assert peaks[0] < peaks[1]
+    assert peaks[0] < 0.4 * peaks[2]
