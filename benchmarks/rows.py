@@ -38,7 +38,7 @@ COLUMNS = (
     *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
 )
 NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median"}
-"""Columns that older files lack: the kernels that the shared engine runs (Triton, Numba or portable), the peak of a step
+"""Columns that older files lack: the kernels that the shared engine runs (Triton, Numba, portable), the peak of a step
 that makes its gradients anew, which count, and the host's part of a step on a GPU."""
 
 

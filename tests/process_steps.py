@@ -259,7 +259,7 @@ class StepError(Exception):
 
 
 def largest_difference(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    """The largest difference, relative to its tensor's largest value; infinite for NaN, and where one lacks a gradient."""
+    """The largest difference, relative to its tensor's largest value; infinite for NaN, and if one lacks a gradient."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         if (a is None) != (b is None) or (a is not None and a.shape != b.shape):
