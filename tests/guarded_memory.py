@@ -8,8 +8,8 @@ import mmap
 
 import torch
 
-from efficient_densenet.kernels import scratch
 from efficient_densenet.kernels.comparison import OPERATIONS, Case
+from efficient_densenet.kernels.numba_cpu.compiler.compilation import ARITHMETIC
 from efficient_densenet.kernels.numba_cpu.host import operations, tiling
 
 GUARD = 64 * mmap.PAGESIZE
@@ -43,7 +43,7 @@ def new_empty(self, *shape, dtype=None):
 
 
 def places(*sizes):
-    """The offsets of the scratch memory's parts, each followed by a guard. The total tells `buffer` the layout."""
+    """The offsets of the scratch memory's parts, each followed by a guard. The total tells `new_scratch` the layout."""
     stops, end = [], 0
     for size in sizes:
         stops.append(end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
@@ -54,9 +54,9 @@ def places(*sizes):
     return [start - starts[0] for start in starts] + [total]
 
 
-def buffer(name, size, dtype, device):
-    start, stops, end = layouts[size * dtype.itemsize]
-    return protected(end, stops)[start:].view(dtype)
+def new_scratch(tiles, like):
+    start, stops, end = layouts[tiles.scratch_bytes]
+    return protected(end, stops)[start:].view(ARITHMETIC[like.dtype])
 
 
 def run(threads, tile, sizes):
@@ -76,7 +76,7 @@ def main():
     torch.Tensor.new_empty = new_empty
     torch.empty_like = lambda tensor, dtype=None, memory_format=None: guarded(tensor.shape, dtype or tensor.dtype)
     torch.zeros = lambda *shape, dtype, device: guarded(shape, dtype).fill_(0)
-    scratch.buffer, tiling._places = buffer, places
+    operations.new_scratch, tiling._places = new_scratch, places
     run(1, tiling.TILE, ONE_TILE)
     run(2, 24, SMALL_TILES)
     print("all")

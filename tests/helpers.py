@@ -179,7 +179,7 @@ def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:
     if name == "compiled":
         if not kernels.numba_supports(torch.empty(1)):
             pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
-        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.host.operations"), "TILE", tile)
+        monkeypatch.setattr(importlib.import_module(f"{kernels.__name__}.numba_cpu.host.tiling"), "TILE", tile)
     else:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile)

@@ -6,7 +6,7 @@ import math
 import torch
 from helpers import assert_close
 
-from efficient_densenet.kernels import portable, scratch
+from efficient_densenet.kernels import portable
 from efficient_densenet.kernels.comparison import OPERATIONS, Case, is_valid
 
 CONVOLUTIONS = [name for name in OPERATIONS if name.startswith(("conv", "pooled"))]
@@ -25,12 +25,6 @@ def is_case(
     shape, channels, _ = size
     depends = (activation == "relu" or operation in CONVOLUTIONS) and (dilation == 1 or operation in CONV3X3)
     return depends and is_valid(operation, shape, channels, setting)
-
-
-def fill_scratch_with_nan(monkeypatch) -> None:
-    """Scratch memory as an earlier overflow may leave it: a kernel must have written whatever it reads there."""
-    take_buffer = scratch.buffer
-    monkeypatch.setattr(scratch, "buffer", lambda *arguments: take_buffer(*arguments).fill_(math.nan))
 
 
 def check(kernels, operation, case):

@@ -5,11 +5,15 @@ import copy
 import ctypes
 import importlib
 import itertools
+import resource
+import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from grids import grid
 from helpers import freeze_norms, freeze_parameters, small_model
 from third_party_models import build, image_batch, loss_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels, make_efficient
@@ -356,28 +361,85 @@ def test_retained_graphs_and_changed_outputs():
         assert len(storages) == 1 + len(first) + len(again)
 
 
-def test_an_error_in_the_middle_leaves_the_next_steps_right(monkeypatch):
-    """As when memory is exhausted, or a user interrupts."""
-    model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
-    reference = copy.deepcopy(model)
-    run, launches = openmp.run, itertools.count()
-    for number in (3, 30, 31, 60, 90):
-        first = next(launches)
+def test_interrupted_steps_leave_the_next_ones_right(monkeypatch):
+    """A signal's handler raises KeyboardInterrupt anywhere in direct runs, recordings and replays."""
+    use("Numba", monkeypatch)
 
-        def failing(*arguments: object, last: int = first + number) -> None:
-            if next(launches) == last:
-                raise KeyboardInterrupt
-            run(*arguments)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(openmp, "run", failing)
+    def interrupted() -> None:
+        signal.signal(signal.SIGVTALRM, signal.default_int_handler)
+        model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
+        reference = copy.deepcopy(model)
+        with recording("off"):
+            expected, seconds = results(copy.deepcopy(reference), x), -time.process_time()
+            results(copy.deepcopy(reference), x)
+        seconds += time.process_time()
+        for i in range(40):
+            if i % 10 == 0:
+                programs.forget()
             with contextlib.suppress(KeyboardInterrupt):
-                results(model, x)
-        model.load_state_dict(reference.state_dict())
+                signal.setitimer(signal.ITIMER_VIRTUAL, seconds * (i + 1) / 40)
+                while True:
+                    results(model, x)
+            model.load_state_dict(reference.state_dict())
+            assert_equal(results(model, x), expected)
+            model.load_state_dict(reference.state_dict())
+
+    assert in_child(interrupted) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
+def test_exhausted_memory_leaves_the_next_steps_right(monkeypatch):
+    use("Numba", monkeypatch)
+
+    def exhausted() -> None:
+        model, x = small_model("bc", efficient="shared").float(), torch.randn(16, 3, 64, 64)
+        reference, num_errors = copy.deepcopy(model), 0
         with recording("off"):
             expected = results(copy.deepcopy(reference), x)
-        assert_equal(results(model, x), expected)
-        model.load_state_dict(reference.state_dict())
+        for mebibytes in (0, 2, 4, 8):
+            pages, ballast = int(Path("/proc/self/statm").read_text().split()[0]), []
+            limit = pages * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            for size in (1 << 25, 1 << 20, 1 << 15):  # what the heap has free
+                with contextlib.suppress(RuntimeError):
+                    while True:
+                        ballast.append(torch.empty(size, dtype=torch.uint8))
+            resource.setrlimit(resource.RLIMIT_AS, (limit + (mebibytes << 20), resource.RLIM_INFINITY))
+            try:
+                results(model, x)
+            except RuntimeError:
+                num_errors += 1
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            ballast.clear()
+            model.load_state_dict(reference.state_dict())
+            assert_equal(results(model, x), expected)
+            model.load_state_dict(reference.state_dict())
+        assert num_errors == 4
+
+    assert in_child(exhausted) == 0
+
+
+def test_a_checkpoint_around_replays(monkeypatch):
+    """The forward of `torch.utils.checkpoint` and its recomputation."""
+    use("Numba", monkeypatch)
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = small_model("bc", efficient="shared").float()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.model, x, use_reentrant=False)
+
+    model, x = Around(), torch.randn(2, 3, 8, 8)
+    for run in range(4):
+        with recording("off"):
+            expected = results(copy.deepcopy(model), x)
+        with counted_replays() as replays:
+            assert_equal(results(model, x), expected)
+        assert bool(replays) == (run > 0)  # the recomputation is the second run
+    assert_programs()
 
 
 def run_three_times(function: Callable[[list[Tensor]], list[Tensor]], *externals: Tensor) -> object:

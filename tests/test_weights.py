@@ -228,6 +228,8 @@ def test_skip_takes_prefixes_and_names_of_the_source():
     state["op_threshs"] = torch.ones(18)
     wrong = r"skip has 'clasifier', with which no name begins: did you mean 'classifier'\?"
     _refuses(wrong, model, state, skip="clasifier")
+    _refuses(r"missing: features.norm5.weight\. To load", model, state, skip="op_threshs")
+    _refuses(r"not in the model: op_threshs\. To load", model, state, skip="features.norm5")
     report = load_weights(model, state, skip=("op_threshs", "features.norm5"))
     assert report.skipped == [n for n in state if n.startswith("features.norm5")] + ["op_threshs"]
     assert len(report.kept) == 5

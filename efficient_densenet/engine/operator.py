@@ -21,7 +21,7 @@ from torch import Tensor
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
 from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
-from ..kernels import portable, scratch
+from ..kernels import portable
 from ..kernels.interface import Kernels
 from .recording import programs
 
@@ -213,16 +213,11 @@ class Operator:
 
         A stage that communicates is never recorded, nor are PyTorch's own operations, which a replay would call too.
         """
-
-        def direct() -> list[Tensor]:
-            with scratch.reused():
-                return compute()
-
         with autocast_disabled(values):
             kernels = self.kernels(spec, values)
             if spec.sync_group is not None or kernels is portable:
-                return direct()
-            return programs.run(direct, (self.name, spec, kernels, *settings), tensors)
+                return compute()
+            return programs.run(compute, (self.name, spec, kernels, *settings), tensors)
 
     def _needed_gradients(
         self,

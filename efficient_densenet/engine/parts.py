@@ -25,7 +25,7 @@ from ..norms.batch_norm import (
     UpdatesOnce,
 )
 from ..norms.frozen import is_frozen_batch_norm
-from ..norms.sync_batch_norm import SyncedBatchNorm1d, SyncedBatchNorm2d, SyncedBatchNorm3d
+from ..norms.sync_batch_norm import SynchronizedNorm
 
 Norm: TypeAlias = Any
 """A module with the attributes of a batch norm, PyTorch's or another library's: no PyTorch class covers all of them."""
@@ -133,9 +133,6 @@ NORMS: tuple[type[nn.Module], ...] = (
     CpBatchNorm1d,
     CpBatchNorm2d,
     CpBatchNorm3d,
-    SyncedBatchNorm1d,
-    SyncedBatchNorm2d,
-    SyncedBatchNorm3d,
     nn.SyncBatchNorm,
     CpSyncBatchNorm,
 )
@@ -255,7 +252,7 @@ def activations_of(norm: Norm) -> tuple[nn.Module, ...]:
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
-    return class_before_fully_shard(original_class(module, UpdatesOnce))
+    return class_before_fully_shard(original_class(module, UpdatesOnce, SynchronizedNorm))
 
 
 class Place(NamedTuple):

@@ -2,7 +2,7 @@
 
 A batch norm and its activation f are applied on the fly, y = f(z) with z = scale · x + shift, to the pixel matrix x of
 shape (pixels, channels), which is a view of images in channels_last memory. y is never stored in full: it is computed
-for a tile of rows at a time, in scratch memory that stays in the processor's cache, and used there by the convolution.
+for a tile of rows at a time, which stays in the processor's cache, and used there by the convolution.
 The backward recomputes each tile of y in the same way. Every backward kernel then takes the same steps:
 
 1. g = the gradient of y: grad_output @ weight for a 1×1 convolution, `convolution_backward` for a larger one
@@ -13,8 +13,7 @@ The backward recomputes each tile of y in the same way. Every backward kernel th
 and returns the gradients of the norm and of the convolution's weight (None where it is not needed). Sums and statistics
 are in the accumulation dtype: float32 for half precisions.
 
-On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced,
-and use no scratch, which takes longer to find than PyTorch takes to allocate.
+On small inputs a kernel takes the time of its calls of PyTorch. Small inputs have one tile, so that nothing is sliced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, as_dtype, device_type
-from . import convolution, scratch
+from . import convolution
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
     AffineInput,
@@ -34,7 +33,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, in_tiles, is_small, rows, tile_scratch, tiles
+from .row_tiles import WHOLE, in_tiles, is_small, rows, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -106,7 +105,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
         grad = rows(grad_output, tile)
-        buffer = scratch.take("accumulation_tile", grad.shape, input.dtype, grad.device)
+        buffer = grad.new_empty(grad.shape, dtype=input.dtype)
         sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
     return _finish(sums, input.norm, accumulator)
 
@@ -136,7 +135,7 @@ def conv1x1_backward(
     for tile, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
-        grad = torch.mm(grad_output_tile, weight, out=tile_scratch("grad_activation_tile", activation, weight.dtype))
+        grad = torch.mm(grad_output_tile, weight)
         sums = _add_partial_sums(
             sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
         )
@@ -230,7 +229,7 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
     torch.mean(values, 0, dtype=mean.dtype, out=mean)
     for tile in tiles(values, mean.dtype):
         part = rows(values, tile)
-        centered = torch.sub(part, mean, out=tile_scratch("accumulation_tile", part, mean.dtype))
+        centered = torch.sub(part, mean)
         squares = torch.mul(centered, centered, out=centered)
         if tile is WHOLE:
             torch.mean(squares, 0, out=variance)
@@ -260,14 +259,12 @@ def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[
     buffer = buffer.relu_() if input.activation.is_relu else buffer.copy_(input.activation.forward(buffer))
     if dtype is buffer.dtype:
         return buffer, buffer
-    out = tile_scratch("activation_tile", values, dtype)
-    return buffer.to(dtype) if out is None else out.copy_(buffer), buffer
+    return buffer.to(dtype), buffer
 
 
 def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
     """z = scale · values + shift of a tile's values."""
-    out = tile_scratch("accumulation_tile", values, norm.inv_std.dtype)
-    return torch.addcmul(norm.shift, values, norm.scale, out=out)
+    return torch.addcmul(norm.shift, values, norm.scale)
 
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
@@ -291,13 +288,13 @@ def _conv1x1_grad_weight(
 def _batch_norm_grad_input_tile(
     grad: BatchNormBackward, coefficients: tuple[Tensor, Tensor, Tensor] | None, tile: slice
 ) -> Tensor:
-    """`batch_norm_grad_input` of a tile of rows, in scratch."""
+    """`batch_norm_grad_input` of a tile of rows."""
     grad_accum = rows(grad.grad_accum, tile)
     if coefficients is None:
         return grad_accum
     slope, constant, inv_std = coefficients
     values = rows(grad.values, tile)
-    grad_input = torch.addcmul(constant, values, slope, out=tile_scratch("grad_output_tile", values, slope.dtype))
+    grad_input = torch.addcmul(constant, values, slope)
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Tiles of the rows of a pixel matrix, and scratch memory for the results of a tile."""
+"""Tiles of the rows of a pixel matrix."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from .._tensors import device_type
-from . import scratch
 
 TILE_BYTES = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""The largest scratch buffer of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
+"""The largest result of a tile: it must fit a CPU's cache, or be large enough to occupy a whole GPU."""
 
 SMALL_TILE = 1 / 16
 """The fraction of `TILE_BYTES` below which an operation mostly takes the time of its call."""
@@ -68,9 +67,3 @@ def in_tiles(operation: Callable[[Tensor, Tensor], Any], values: Tensor, out: Te
 
 def is_small(values: Tensor, dtype: torch.dtype) -> bool:
     return values.numel() * dtype.itemsize <= SMALL_TILE * tile_bytes_for(values)
-
-
-def tile_scratch(name: str, values: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """Scratch of the shape of `values` for the result of an operation. None for a small result: PyTorch
-    then allocates a new tensor, which takes less time than finding scratch."""
-    return None if is_small(values, dtype) else scratch.take(name, values.shape, dtype, values.device)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
-from . import scratch
 from .activations import ActivationSpec
 from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
@@ -153,14 +152,10 @@ def _pooling_format(values: Tensor, tile: Tile) -> torch.memory_format:
 
 
 def _centered(values: Tensor, tile: Tile, mean: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """z − mean of a tile in the accumulation dtype, in scratch."""
+    """z − mean of a tile in the accumulation dtype."""
     part = values[tile]
-    if memory_format is torch.contiguous_format:
-        buffer = scratch.take("centered_tile", part.shape, mean.dtype, mean.device)
-    else:
-        shape = part.shape[0], *part.shape[2:], part.shape[1]
-        buffer = scratch.take("centered_tile", shape, mean.dtype, mean.device).movedim(-1, 1)
-    return torch.sub(part, _by_channel(mean, tile, values), out=buffer)
+    out = torch.empty(part.shape, dtype=mean.dtype, device=mean.device, memory_format=memory_format)
+    return torch.sub(part, _by_channel(mean, tile, values), out=out)
 
 
 def _by_channel(vector: Tensor, tile: Tile, values: Tensor) -> Tensor:

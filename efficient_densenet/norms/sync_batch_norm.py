@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .._dimensions import classes
 from .._mixins import add_mixin, base_class, remove_mixin
 from .._torch_private import process_group_named
-from .batch_norm import UpdatesOnce, convert_batchnorm
+from .batch_norm import convert_batchnorm, is_first_forward, restore_batchnorm
 
 
 def synchronize_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -23,14 +24,16 @@ def synchronize_norms(model: nn.Module, group: dist.ProcessGroup | None) -> None
     if next(model.parameters()).is_cuda:
         convert_batchnorm(nn.SyncBatchNorm.convert_sync_batchnorm(model, group))
         return
-    for module in model.modules():
-        for local_class, synced_class in _SYNCED_CLASSES.items():
-            if isinstance(module, local_class):
-                module.__class__ = synced_class
-                cast(_SyncedBatchNorm, module).process_group = group
+    for module in restore_batchnorm(model).modules():
+        if isinstance(module, classes("BatchNorm")):
+            if not isinstance(module, SynchronizedNorm):
+                add_mixin(module, SynchronizedNorm)
+            vars(module)["process_group"] = group
 
 
-class _SyncedBatchNorm(_BatchNorm):
+class SynchronizedNorm(_BatchNorm if TYPE_CHECKING else object):
+    """Mixin for batch norm classes: statistics over the batches of a process group, under the exactly-once rule."""
+
     process_group: dist.ProcessGroup | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -40,7 +43,7 @@ class _SyncedBatchNorm(_BatchNorm):
         bias = input.new_zeros(self.num_features) if self.bias is None else self.bias
         group = SyncGroup(self.process_group)
         output, mean, var, count = _SyncedBatchNormFunction.apply(input, weight, bias, self.eps, group)
-        if not self.track_running_stats:
+        if not self.track_running_stats or not is_first_forward():
             return output
         buffers = self.num_batches_tracked, self.running_mean, self.running_var
         num_batches_tracked, running_mean, running_var = cast("tuple[Tensor, Tensor, Tensor]", buffers)
@@ -52,25 +55,6 @@ class _SyncedBatchNorm(_BatchNorm):
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
         return output
-
-
-class SyncedBatchNorm1d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` over the batches of a process group, under the exactly-once rule."""
-
-
-class SyncedBatchNorm2d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` over the batches of a process group, under the exactly-once rule."""
-
-
-class SyncedBatchNorm3d(UpdatesOnce, _SyncedBatchNorm, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` over the batches of a process group, under the exactly-once rule."""
-
-
-_SYNCED_CLASSES = {
-    nn.BatchNorm1d: SyncedBatchNorm1d,
-    nn.BatchNorm2d: SyncedBatchNorm2d,
-    nn.BatchNorm3d: SyncedBatchNorm3d,
-}
 
 
 class SyncGroup(NamedTuple):
@@ -125,12 +109,12 @@ def sync_group(norm: nn.Module) -> SyncGroup | None:
     """
     if isinstance(norm, nn.SyncBatchNorm):
         return SyncGroup(norm.process_group or None) if dist.is_available() and dist.is_initialized() else None
-    return SyncGroup(norm.process_group) if isinstance(norm, _SyncedBatchNorm) else None
+    return SyncGroup(norm.process_group) if isinstance(norm, SynchronizedNorm) else None
 
 
 def is_synchronized(module: nn.Module) -> bool:
     """Whether `module` is a norm whose `sync_group` is not None, or not None once there are processes."""
-    return isinstance(module, (nn.SyncBatchNorm, _SyncedBatchNorm))
+    return isinstance(module, (nn.SyncBatchNorm, SynchronizedNorm))
 
 
 class _LocalStatistics(_BatchNorm if TYPE_CHECKING else object):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..._tensors import as_dtype
-from ...kernels import kernels_for, scratch
+from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ...kernels.portable import to_pixel_matrix, to_spatial
-from .forward import bottleneck_conv
+from .forward import conv1x1
 from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
@@ -45,13 +45,11 @@ class Backward:
             self.grad_accum.zero_()
         if self.spec.consumer is not None and grad_consumer is not None:
             self._consumer(self.spec.consumer, grad_consumer)
-            scratch.free()  # a transition may need larger buffers than layers do
         self.grad_segments = self.spec.segments(self.grad_accum)
         for i in reversed(range(len(self.spec.layers))):
             if self._no_grad_needed_through(i):
                 break
             self._layer(i, self._grad_output(i))
-        scratch.free()
         return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
@@ -99,7 +97,7 @@ class Backward:
             return
         conv = self._bottleneck(i)
         grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
-        self.next_bottleneck = self._next_bottleneck(i - 1, layer.width)
+        self.next_bottleneck = self._next_bottleneck(i - 1, layer, conv.output)
         arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first)
         self._store(first, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
 
@@ -118,24 +116,25 @@ class Backward:
         input, weight = self._input(number, layer.activation1), self._weight(number).flatten(1)
         if layer.keep_bottleneck:
             return Conv1x1(input, weight, self.saved.bottlenecks[self.spec.bottleneck_position(i)])
-        conv = bottleneck_conv(input, weight)
+        conv = conv1x1(input, weight)
         self.kernels.conv1x1_forward(conv)
         return conv
 
-    def _next_bottleneck(self, i: int, width: int) -> Conv1x1 | None:
+    def _next_bottleneck(self, i: int, current: LayerSpec, memory: Tensor) -> Conv1x1 | None:
         """The 1×1 convolution of layer i, the next layer in the backward, if it can be computed already: its norm is
-        known and its output fits the memory of the current layer's bottleneck."""
+        known, and its output may overwrite `memory`, the recomputed bottleneck of the current layer."""
         if i < 0 or self.spec.frozen or self.spec.layers[i].keep_bottleneck or self._no_grad_needed_through(i):
             return None
-        if self.spec.layers[i].width != width:
+        if self.spec.layers[i].width != current.width:
             return None
         number, activation = self.spec.layer_norms[i].start, self.spec.layers[i].activation1
-        return bottleneck_conv(self._input(number, activation), self._weight(number).flatten(1))
+        input, weight = self._input(number, activation), self._weight(number).flatten(1)
+        return conv1x1(input, weight) if current.keep_bottleneck else Conv1x1(input, weight, memory)
 
     def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm between."""
         norm = self.statistics.own_norm(number)
-        grad_accum = scratch.take("grad_accum", output.shape, output.dtype, output.device)
+        grad_accum = torch.empty_like(output, memory_format=torch.contiguous_format)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
         accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._tensors import as_dtype
-from ...kernels import kernels_for, scratch
+from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
@@ -118,7 +118,7 @@ class Forward:
         subtracts.
         """
         first, second = self.tensors[number], self.tensors[number + 1]
-        conv = bottleneck_conv(input, self._weight(first).flatten(1), layer.keep_bottleneck)
+        conv = conv1x1(input, self._weight(first).flatten(1))
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
         output = self.statistics.output(number + 1, layer.norm2_eps)
@@ -139,9 +139,9 @@ class Forward:
             weight = self._weight(tensors).flatten(1)
             output, shape = self.kernels.pooled_conv1x1_forward(input, weight, self.shape), halved(self.shape)
         else:
-            conv1x1 = bottleneck_conv(input, self._weight(tensors).flatten(1), keep=True)
-            self.kernels.conv1x1_forward(conv1x1)
-            output = conv1x1.output
+            conv = conv1x1(input, self._weight(tensors).flatten(1))
+            self.kernels.conv1x1_forward(conv)
+            output = conv.output
         if tensors.conv_bias is not None:
             output.add_(tensors.conv_bias)
         output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
@@ -152,8 +152,6 @@ class Forward:
         return as_dtype(tensors.conv_weight, self.spec.torch_dtype)
 
 
-def bottleneck_conv(input: AffineInput, weight: Tensor, keep: bool = False) -> Conv1x1:
-    """The 1×1 convolution of `input`. Its output is a scratch buffer or, with `keep`, a tensor of its own."""
-    shape = input.values.shape[0], weight.shape[0]
-    output = weight.new_empty(shape) if keep else scratch.take("bottleneck", shape, weight.dtype, weight.device)
-    return Conv1x1(input, weight, output)
+def conv1x1(input: AffineInput, weight: Tensor) -> Conv1x1:
+    """The 1×1 convolution of `input` into a new tensor."""
+    return Conv1x1(input, weight, weight.new_empty(input.values.shape[0], weight.shape[0]))

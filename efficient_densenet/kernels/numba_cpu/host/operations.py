@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ... import portable, scratch
+from ... import portable
 from ...interface import (
     AffineInput,
     BatchNormBackward,
@@ -46,7 +46,7 @@ tiles."""
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     tiles = tiling.for_statistics(values)
-    memory = _scratch(tiles, values)
+    memory = new_scratch(tiles, values)
     record = (
         *(*openmp_functions(), len(values), tiles.rows, *arguments.Matrix.of(values)),
         *_statistics(statistics, memory, tiles),
@@ -58,7 +58,7 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     tiles = tiling.for_grad_input(values)
-    memory = _scratch(tiles, values)
+    memory = new_scratch(tiles, values)
     vectors = Within(memory, tiles.grad_vectors)
     record = (
         *(*openmp_functions(), len(values), *arguments.BatchNormBackwardRecord.of(grad, vectors)),
@@ -73,7 +73,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
         return portable.affine_backward(grad_output, input, accumulator)
     tiles = tiling.for_affine_backward(values)
-    grads, memory = _new_gradients(input, accumulator), _scratch(tiles, values)
+    grads, memory = _new_gradients(input, accumulator), new_scratch(tiles, values)
     scale = input.norm.scale if input.norm.frozen else 0
     record = (
         *(*openmp_functions(), len(values), tiles.rows),
@@ -160,7 +160,7 @@ def _conv_forward(
 ) -> Tensor:
     """The forward of any convolution; the arguments are explained in `arguments.ConvForwardArguments`."""
     tiles = tiling.for_forward(len(input.values), weight, statistics is not None, window, halo)
-    memory = _scratch(tiles, weight)
+    memory = new_scratch(tiles, weight)
     record = (
         *(*openmp_functions(), len(output), tiles.rows, memory, tiles.thread_stride),
         *(*(images or absent(arguments.Images)), dilation, window, halo),
@@ -183,7 +183,7 @@ def _conv_backward(
     """The backward of any convolution; the arguments are explained in `arguments.ConvBackwardArguments`."""
     next_weight = None if next_bottleneck is None else next_bottleneck.weight
     tiles = tiling.for_backward(len(input.values), weight, accumulator.needs_grad_weight, window, next_weight)
-    grads, memory = _new_gradients(input, accumulator, weight), _scratch(tiles, weight)
+    grads, memory = _new_gradients(input, accumulator, weight), new_scratch(tiles, weight)
     if isinstance(grad_output, Tensor):
         rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
     else:
@@ -218,11 +218,11 @@ def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
     )
 
 
-def _scratch(tiles: Tiles, like: Tensor) -> Tensor:
+def new_scratch(tiles: Tiles, like: Tensor) -> Tensor:
     """Memory for all temporaries of a kernel for matrices like this one; the caller keeps it alive while the kernel
     runs."""
     dtype = ARITHMETIC[like.dtype]
-    return scratch.buffer("kernel", tiles.scratch_bytes // dtype.itemsize, dtype, like.device)
+    return torch.empty(tiles.scratch_bytes // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
