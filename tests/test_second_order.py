@@ -105,7 +105,7 @@ def test_gradient_penalty_of_converted_models_and_ordinary_steps_after_it(name):
 
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_third_derivatives(family):
-    """With norms in eval mode: PyTorch 2.15 has none of batch statistics, and says so."""
+    """Norms are in eval mode: PyTorch 2.15 raises for third derivatives of batch statistics."""
     plain, x = small_model(family, efficient=False), random_images(family, batch=2)
     freeze_norms(plain)
     results = []
@@ -136,7 +136,7 @@ def test_synchronized_norms_raise_a_sentence(family):
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
-    """With norms in eval mode: `vmap` of one that updates its statistics in place is PyTorch's error."""
+    """Norms are in eval mode: PyTorch's `vmap` raises where one updates its statistics in place."""
     monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False).eval()
     x = random_images("bc", batch=3)
