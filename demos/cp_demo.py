@@ -8,9 +8,6 @@ torchrun --nproc_per_node 2 demos/cp_demo.py --data cifar --sync_bn    in severa
 --efficient True (the default) takes the best engine that can run, --efficient False the plain network.
 """
 
-import startup  # noqa: F401 - before all that takes seconds to import
-
-# isort: split
 from training import Options, command, train
 
 if __name__ == "__main__":

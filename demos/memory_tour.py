@@ -10,9 +10,6 @@ this run: the peak bytes of tensors during a forward and a backward, above what 
 what sizes alone predict, before anything ran.
 """
 
-import startup  # noqa: F401 - before all that takes seconds to import
-
-# isort: split
 import os
 import tempfile
 import time

@@ -6,9 +6,6 @@ python demos/original_demo.py --data cifar --save model_official --batch_size 25
 --efficient True (the default) is torch.utils.checkpoint around each layer, --efficient False the plain network.
 """
 
-import startup  # noqa: F401 - before all that takes seconds to import
-
-# isort: split
 from functools import partial
 
 from training import Options, command, train

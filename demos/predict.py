@@ -3,9 +3,6 @@
 python demos/predict.py photo.png another.jpg --model checkpoints/digits --top 3
 """
 
-import startup  # noqa: F401 - before all that takes seconds to import
-
-# isort: split
 from training import command, predict
 
 if __name__ == "__main__":

@@ -1,18 +1,13 @@
 """What may be typed after the name of a demo, help, and what is refused."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import fields
 
 import pytest
 import torch
 import training
-from forks import await_file
-from samples import DEMOS, RUN, TINY, demo, read_rows, refused, same_run
+from samples import RUN, TINY, demo, read_rows, refused, same_run
 from training.options import CHANGEABLE, PER_CALL, Options, check_option, parse
 
 
@@ -173,22 +168,6 @@ open("importing", "w")
 for _ in range(6000):
     time.sleep(0.01)
 """
-
-
-def test_ctrl_c_while_modules_are_imported_ends_with_a_line(tmp_path):
-    """A module that waits stands in for torch, whose import takes seconds.
-
-    It waits in short sleeps: a signal that comes just before a sleep begins is handled only after it.
-    """
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(WAITING)
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(DEMOS / "cp_demo.py")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment) as process:
-        await_file(tmp_path / "importing", process)
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == "interrupted\n"
-        assert process.returncode == 130
 
 
 def test_ctrl_c_before_the_first_step_ends_with_a_line(tmp_path, monkeypatch):

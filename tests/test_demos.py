@@ -19,11 +19,15 @@ ROOT = DEMOS.parent
 SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
 
 
-def test_a_batch_of_one_image_without_a_variance_ends_with_a_sentence(tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [("plain", "more than 1 value per channel"), ("shared", "cannot run here: found a single value per channel")],
+)
+def test_a_batch_of_one_image_without_a_variance_ends_with_a_sentence(engine, message, tmp_path):
     write_folder(tmp_path / "own", each=5)
-    words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", "plain", "--device", "cpu"]
+    words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
     done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
-    refused(done, "more than 1 value per channel")
+    refused(done, message)
 
 
 def test_the_committed_model_has_the_stated_error(tmp_path):
@@ -114,9 +118,9 @@ def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned
         _write_package(tmp_path / "clone" / "efficient_densenet", "the package of the clone")
     training = tmp_path / "clone" / "demos" / "training"
     training.mkdir(parents=True)
-    (training / "__init__.py").write_text("import efficient_densenet")
-    for name in (script, "startup.py"):
-        shutil.copy(DEMOS / name, training.parent)
+    shutil.copy(DEMOS / script, training.parent)
+    for name in ("__init__.py", "clone.py", "command_line.py"):
+        shutil.copy(DEMOS / "training" / name, training)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
     command = [sys.executable, f"clone/demos/{script}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)

@@ -6,7 +6,6 @@ the old side parses. Of commands of sh blocks the scripts exist, and the options
 
 import ast
 import configparser
-import copy
 import importlib.util
 import re
 import shlex
@@ -21,9 +20,8 @@ import torchvision
 from torch import nn
 
 import efficient_densenet
-from efficient_densenet import DenseNet, adapt, checkpoint, densenet121, make_efficient, memory
+from efficient_densenet import DenseNet, adapt, checkpoint, densenet121, memory
 from efficient_densenet.adapt import Report
-from efficient_densenet.memory import largest_batch, predict
 
 ROOT = Path(__file__).parents[1]
 FOLDERS_OF_PAGES = ".", "docs", "checkpoints"
@@ -106,7 +104,7 @@ STAND_INS = {
     "docs/other-libraries.md": lambda: {"MyBlock": Block},
     "docs/recipes.md": recipes,
 }
-"""What the snippets of a page take for granted."""
+"""Names that the snippets of a page take for granted."""
 
 
 def slow(page: str) -> Any:
@@ -211,30 +209,20 @@ def test_tables_are_what_was_measured(page):
     assert table.outdated((ROOT / page).read_text()) == []
 
 
-PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE)
+PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 """A table of a page, under the model, the optimizer and the shapes of batches that it is of."""
-CARD = int(0.9 * 8e9)
-"""What a card of 8 GB leaves to a step, CUDA and its libraries taking a tenth."""
 
 
 def predicted(expression: str) -> str:
-    """A table: training steps in float32, and the largest batch that fits the card."""
     model, optimizer, *shapes = eval(f"lambda: ({expression})", dict(vars(efficient_densenet)))()
-    lines = [
-        "| training step on | `plain` | `shared` | largest batch in 8 GB, `plain` | `shared` |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for shape in shapes:
-        estimate, cells = predict(model, shape, optimizer=optimizer, device="cuda"), []
-        for engine in ("plain", "shared"):
-            step = estimate.held + estimate.by_engine[engine].tensor_peak + estimate.spare
-            cells.append(f"{step / 2**30:.2f} GiB")
-        for engine in ("plain", "shared"):
-            twin = copy.deepcopy(model)
-            make_efficient(twin, engine)
-            cells.append(f"{largest_batch(twin, shape[2:], CARD, optimizer=optimizer, device='cuda'):,}")
-        lines.append(f"| {' | '.join(['×'.join(map(str, shape)), *cells])} |")
-    return "\n".join(lines) + "\n"
+    rows = [["training step on", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
+    rows += [["---", *["---:"] * 4]]
+    for batch_size, *shape in shapes:
+        settings = {"precisions": ["float32"], "batch_size": batch_size, "optimizer": optimizer}
+        fits = list(memory.what_fits(model, shape[1:], "8GB", **settings))
+        steps = [f"{fit.sizes[batch_size] / 2**30:.2f} GiB" for fit in fits]
+        rows.append(["×".join(map(str, (batch_size, *shape))), *steps, *[f"{fit.largest_batch:,}" for fit in fits]])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 @pytest.mark.exhaustive

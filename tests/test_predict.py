@@ -2,19 +2,16 @@
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from PIL import Image
 from samples import DEMOS, DIGITS, IMAGE, demo, refused
-from training import predict
 
 from efficient_densenet import DenseNet
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights
@@ -74,35 +71,6 @@ def test_images_in_color_are_classified_by_the_weights_for_them(ships_and_cars):
     (ships_and_cars / "colors" / "model.pt").unlink()
     refused(demo("predict.py", "blue.png", cwd=ships_and_cars), "model.pt cannot be read (No such file or directory), ")
     assert "digit_3.png: 3 (" in demo("predict.py", IMAGE, cwd=ships_and_cars).stdout
-
-
-@pytest.fixture
-def printing_to(monkeypatch):
-    """A function that makes a descriptor standard output; whether the interpreter can flush it is seen at the end."""
-    opened = []
-
-    def redirect(descriptor: int) -> None:
-        opened.append(os.fdopen(descriptor, "w"))
-        monkeypatch.setattr(sys, "stdout", opened[0])
-
-    yield redirect
-    opened[0].close()
-
-
-def test_predicting_ends_quietly_where_nobody_reads(printing_to):
-    """As after `| head`: nothing is classified after the first image whose line is lost."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    printing_to(writing)
-    with mock.patch.object(DenseNet, "forward_head", autospec=True, side_effect=DenseNet.forward_head) as head:
-        predict(IMAGE, IMAGE)
-    assert head.call_count == 1
-
-
-def test_predicting_to_a_full_disk_is_an_error(printing_to):
-    printing_to(os.open("/dev/full", os.O_WRONLY))
-    with pytest.raises(OSError, match=r"digit_3.png: its classes could not be printed \(No space left on device\)"):
-        predict(IMAGE)
 
 
 @pytest.mark.exhaustive

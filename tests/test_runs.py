@@ -10,8 +10,6 @@ import select
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 import termios
 import time
 from pathlib import Path
@@ -20,7 +18,6 @@ import pytest
 import torch
 from forks import ForkedDemo, await_file, forked_demo
 from samples import (
-    DEMOS,
     RUN,
     TINY,
     demo,
@@ -261,7 +258,6 @@ def test_memory_decides_micro_batches_and_says_what_batch_norms_see(tmp_path):
         done.stdout,
     )
     assert chosen is not None, done.stdout
-    assert re.search(r"memory: about \d+ MiB .* was expected; the process, .*, took [0-9,]+ MiB", done.stdout)
     options = json.loads((tmp_path / "chosen" / "config.json").read_text())["options"]
     assert (options["memory"], options["micro_batch_size"]) == ("40MiB", int(chosen[2]))
     resumed = demo("cp_demo.py", "--save", "chosen", "--resume", "--memory", "1GiB", cwd=tmp_path)
@@ -270,13 +266,3 @@ def test_memory_decides_micro_batches_and_says_what_batch_norms_see(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = [read_rows(tmp_path / name)[0] for name in ("chosen", "given")]
     assert rows[0]["train_loss"] == rows[1]["train_loss"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("streams", ["0<&- 1>&- 2>&-", "2>&- | head -2"])
-def test_closed_streams_end_no_run_and_what_is_printed_lands_in_no_file(streams, tmp_path):
-    words = [sys.executable, str(DEMOS / "cp_demo.py"), *RUN, "--n_epochs", "2", "--device", "cpu"]
-    done = subprocess.run(["bash", "-c", f'"$@" {streams}; exit ${{PIPESTATUS[0]}}', "bash", *words], cwd=tmp_path)
-    assert done.returncode == 0
-    assert read_rows(tmp_path / "run")[1]["test_error"] != ""
-    assert b"epoch 1/2" not in b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from .distributed import DistributedContext
 from .options import RunOptions
-from .report import say
 
 WARM_UP_STEPS = 3
 """Training steps before the capture, in which kernels are compiled and algorithms are chosen."""
@@ -42,7 +41,9 @@ def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
 
 
 class CudaGraphBackward:
-    """Runs `backward` of a batch, at first as it is, then captured as a CUDA graph for batches of the same shape.
+    """Runs `backward` of a batch, at first as it is, then captured as a CUDA graph.
+
+    All batches must have one shape and one scale of the loss, as the full batches of a run have.
 
     Args:
         backward: runs forward and backward on images, labels and a scale of the loss, and returns a tensor. It must not
@@ -56,7 +57,6 @@ class CudaGraphBackward:
         self.device = self.parameters[0].device
         self.stream = torch.cuda.Stream(self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self._said = False
 
     def __call__(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         with torch.cuda.device(self.device):  # whose streams are meant
@@ -65,10 +65,7 @@ class CudaGraphBackward:
                 return self._on_side_stream(images, labels, loss_scale)
             if self.graph is None:
                 self._capture(images, labels, loss_scale)
-            if self._fits(images, labels, loss_scale):
-                return self._replay(images, labels)
-            self._say_once(images)
-            return self.backward(images, labels, loss_scale)
+            return self._replay(images, labels)
 
     def _on_side_stream(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         """The capture is on this stream too: what was set up before belongs to it then."""
@@ -80,7 +77,7 @@ class CudaGraphBackward:
 
     def _capture(self, images: Tensor, labels: Tensor, loss_scale: float) -> None:
         """Record the graph and the memory that it reads and writes. Nothing runs before the first replay."""
-        self.images, self.labels, self.loss_scale = images.clone(), labels.clone(), loss_scale
+        self.images, self.labels = images.clone(), labels.clone()
         self.graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on, as those do that decode images.
@@ -95,9 +92,6 @@ class CudaGraphBackward:
             ) from exc
         self.grads = [parameter.grad for parameter in self.parameters]
 
-    def _fits(self, images: Tensor, labels: Tensor, loss_scale: float) -> bool:
-        return (images.shape, labels.shape, loss_scale) == (self.images.shape, self.labels.shape, self.loss_scale)
-
     def _replay(self, images: Tensor, labels: Tensor) -> Tensor:
         assert self.graph is not None
         self.images.copy_(images)
@@ -106,9 +100,3 @@ class CudaGraphBackward:
         for parameter, grad in zip(self.parameters, self.grads, strict=True):
             parameter.grad = grad
         return self.result
-
-    def _say_once(self, images: Tensor) -> None:
-        if not self._said:
-            self._said = True
-            shape = "×".join(map(str, images.shape))
-            say(f"note: a batch of {shape} is not what the CUDA graph was captured for: such batches run without it")

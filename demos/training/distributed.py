@@ -32,8 +32,6 @@ class DistributedContext:
     rank: int
     world_size: int
     device: torch.device
-    norm_group: Any = None
-    """A process group of its own for batch norms, so that their collectives never interleave with the gradients'."""
     waiting_group: Any = None
     """A process group for waiting for one process that works alone for long."""
 
@@ -88,7 +86,7 @@ class DistributedContext:
         """The module to call in training, which reduces gradients over all processes or GPUs."""
         if self.world_size > 1:
             if sync_bn:
-                synchronize_norms(model, self.norm_group)
+                synchronize_norms(model, None)
             if parallel == "fsdp":
                 shard_parameters(model, self.device)
                 return model
@@ -109,20 +107,19 @@ class DistributedContext:
 
 def check_parallel(options: RunOptions, context: DistributedContext) -> None:
     """Raise unless the processes and devices are there that the options need."""
-    launched = dist.is_torchelastic_launched()
-    needs_processes = f"--parallel {options.parallel}" if options.parallel in ("ddp", "fsdp") else ""
-    needs_processes = "--sync_bn" if options.sync_bn and not options.resume else needs_processes
-    if needs_processes and not launched:
+    launched, parallel = dist.is_torchelastic_launched(), options.parallel
+    if not launched and (parallel in ("ddp", "fsdp") or (options.sync_bn and not options.resume)):
+        found = "--sync_bn" if options.sync_bn else f"--parallel {parallel}"
         raise ValueError(
-            f"found {needs_processes}, but this is the only process: start several with torchrun "
+            f"found {found}, but this is the only process: start several with torchrun "
             "(torchrun --nproc_per_node 2 …), or leave it out"
         )
-    if options.parallel == "dp" and launched:
+    if launched and parallel == "dp":
         raise ValueError(
             "found --parallel dp under torchrun, but DataParallel is one process with several GPUs: give ddp or fsdp, "
             "or start without torchrun"
         )
-    if options.parallel == "dp" and context.num_gpus < 2:
+    if parallel == "dp" and context.num_gpus < 2:
         raise ValueError(
             f"found --parallel dp, but the device is {context.device} alone, while DataParallel needs several visible "
             "GPUs: leave it out, or start several processes with torchrun and --parallel ddp"
@@ -151,8 +148,7 @@ def init_distributed(device: str | None) -> Iterator[DistributedContext]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=_of_this_start(store), rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
-        groups = dist.new_group(timeout=TIMEOUT), dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        context = DistributedContext(rank, world_size, chosen, *groups)
+        context = DistributedContext(rank, world_size, chosen, dist.new_group(backend="gloo", timeout=_LONGEST_WAIT))
         yield context
         context.barrier()  # a process that leaves while another one writes looks dead to it
     except RuntimeError as exc:

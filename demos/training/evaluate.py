@@ -10,7 +10,6 @@ from .distributed import DistributedContext
 from .loop import Trainer
 from .models import ModelConfig, describe_classes, load_model, read_config
 from .options import RunOptions
-from .report import say
 
 
 def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> None:
@@ -26,8 +25,8 @@ def evaluate(path: Path, options: RunOptions, context: DistributedContext) -> No
             f"{path}: the test loss is {loss}, but must be finite: its weights are damaged, so restore them from a copy"
         )
     if context.is_main_process:
-        say(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
-        say(f"test loss {loss:.4f}, test error {error:.2%}")
+        print(f"{path}: {config.name} on {len(dataset.test):,} test images of {dataset.name}")
+        print(f"test loss {loss:.4f}, test error {error:.2%}")
 
 
 def _dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
@@ -36,7 +35,7 @@ def _dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
     if data is None:
         trained = read_config(path if path.is_dir() else path.parent)[0]["options"]
         data = trained["data"]
-        name = name or (trained.get("dataset") if data else None)  # earlier versions named one beside the digits
+        name = name or (data and trained["dataset"])
     dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)
     if dataset.classes != config.classes:
         raise ValueError(

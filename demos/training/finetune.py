@@ -125,11 +125,3 @@ def _of_torchvision(name: str, model: str | None) -> PretrainedWeights:
 
 def inputs_of(config: ModelConfig) -> dict[str, Any]:
     return {"channels": config.channels, "mean": config.mean, "std": config.std}
-
-
-def with_full_path(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The `given` options with the full path of --weights, which is what a resumed run compares; a name stays."""
-    weights = given.get("weights")
-    if not isinstance(weights, str) or not weights or weights in (*TRAINED, *NAMES):
-        return dict(given)
-    return {**given, "weights": str(Path(weights).absolute())}

@@ -92,7 +92,7 @@ class Trainer:
             This process's sum of losses, number of wrong predictions, and number of images.
         """
         params = self.transform.sample_params(global_batch_size, generator_for(*key))
-        images = self._input(self.transform.augment(images, params[self.context.rank_slice(global_batch_size)]))
+        images = self._input(self.transform.augment(images, params[:, self.context.rank_slice(global_batch_size)]))
         torch.manual_seed(generator_for(*key, self.context.rank).initial_seed())  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = lr

@@ -11,7 +11,6 @@ from efficient_densenet.weights.trained import CHECKPOINTS, find_checkpoint
 
 from .data.folder import decode
 from .models import load_model
-from .report import print_or_raise
 
 DIGITS = CHECKPOINTS / "digits"
 COLOR = "cifar10"
@@ -36,12 +35,7 @@ def predict(*images: str, model: str | None = None, top: int = 1) -> None:
     sources = [_source(path, model) for path in paths]
     classifiers = {source: _classifier(source) for source in dict.fromkeys(sources)}
     for path, source in zip(paths, sources, strict=True):
-        try:
-            print_or_raise(str(classifiers[source](path, top)))
-        except BrokenPipeError:  # nobody reads any more, as after `| head`
-            return
-        except OSError as exc:
-            raise OSError(f"{path}: its classes could not be printed ({exc.strerror}): print to another place") from exc
+        print(classifiers[source](path, top))
 
 
 def _classifier(source: Path) -> Classifier:

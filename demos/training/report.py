@@ -1,42 +1,12 @@
-"""What a run prints, the progress of an epoch, and its peak memory."""
+"""The progress of an epoch, its peak memory, and the line that it ends with."""
 
-import contextlib
-import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from efficient_densenet._extras import need
 from efficient_densenet.memory import high_water_mark
-
-
-def say(line: str) -> None:
-    """Print a line. Where nobody reads any more, as after `| head`, it is lost, and the run goes on."""
-    with contextlib.suppress(OSError, ValueError):
-        print_or_raise(line)
-
-
-def print_or_raise(line: str) -> None:
-    """Print a line now. Where that fails, it is discarded too: the interpreter would try again as it ends, and fail."""
-    try:
-        print(line, flush=True)
-    except (OSError, ValueError):  # a broken pipe, a full disk; a stream that was closed
-        with contextlib.suppress(OSError, ValueError):
-            discarded = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(discarded, sys.stdout.fileno())
-            os.close(discarded)
-        raise
-
-
-@contextlib.contextmanager
-def may_fail(what: str) -> Iterator[None]:
-    """Report what is raised in writing curves, events or the log, for which no epoch is given up."""
-    try:
-        yield
-    except Exception as exc:
-        say(f"note: {what} could not be written ({type(exc).__name__}: {' '.join(str(exc).split())})")
 
 
 def mib(num_bytes: float) -> str:

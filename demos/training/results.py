@@ -1,5 +1,6 @@
 """The results of a run as files: results.csv, curves.png and TensorBoard's events."""
 
+import csv
 import io
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 
 def check_dependencies(tensorboard: bool) -> None:
-    """Raise if what only the end of a run needs, or of an epoch, is not installed."""
+    """Raise before a run if a package that its end or that of an epoch needs is not installed."""
     for name in ("tqdm", "matplotlib", "filelock"):
         need(name, extra="demos")
     if tensorboard:
@@ -35,7 +36,11 @@ def check_dependencies(tensorboard: bool) -> None:
 
 
 def save_csv(folder: Path, rows: list[Row]) -> None:
-    files.write_atomic(folder / "results.csv", files.to_csv([{c: row[c] for c in COLUMNS} for row in rows]))
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS)
+    writer.writeheader()
+    writer.writerows(rows)
+    files.write_atomic(folder / "results.csv", text.getvalue().encode())
 
 
 def plot_curves(folder: Path, rows: list[Row], title: str) -> None:

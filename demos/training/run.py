@@ -21,12 +21,12 @@ from .data.augment import Transform, transform_for
 from .data.sources import check_options_of_folders, download_if_absent
 from .distributed import DistributedContext, check_parallel, init_distributed
 from .evaluate import evaluate
-from .finetune import PretrainedWeights, find_weights, inputs_of, with_full_path
+from .finetune import PretrainedWeights, find_weights, inputs_of
 from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
-from .report import describe_epoch, may_fail, mib, peak_memory, progress_bar, say
+from .report import describe_epoch, mib, peak_memory, progress_bar
 from .results import EventWriter, Row, check_dependencies, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .sharding import load_model_state
@@ -37,7 +37,6 @@ SECONDS_BETWEEN_PLOTS = 20
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     """Train, resume or evaluate, as the `given` options say; `efficient_engine` is what `efficient=True` means."""
-    given = with_full_path(given)
     options = parse(given, efficient_engine)
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.on_main(lambda: options.seed))  # which may have been drawn
@@ -58,7 +57,12 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             check_cuda_graph(options, context)
             if context.is_main_process:
                 check_dependencies(options.tensorboard)
-            Run(options, context, directory, state, pretrained).train()
+            try:
+                Run(options, context, directory, state, pretrained).train()
+            except RuntimeError as exc:
+                if "cannot run here" not in str(exc):
+                    raise
+                raise ValueError(str(exc)) from exc  # of an engine that was named
 
 
 class Run:
@@ -101,7 +105,7 @@ class Run:
         self.expected_memory = self._fit_into_memory()
         self.trainer = Trainer(self.model, self.transform, self.options, context)
         self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
-        self.position, self.rows, self.peak, self.last_plot = TrainingPosition(), [], 0, time.monotonic()
+        self.position, self.rows, self.last_plot = TrainingPosition(), [], time.monotonic()
         self.events: EventWriter | None = None
         if state:
             self._restore(state)
@@ -172,12 +176,9 @@ class Run:
         return describe_expected_memory(self.model, size, self.options, self.largest_batch)
 
     def _describe_engines(self) -> str:
-        try:
-            with self.trainer.autocast():
-                size = self.dataset.image_size
-                return models.describe_engines(self.model, self.largest_batch, size, self.options.compile)
-        except RuntimeError as exc:  # an engine that was named, and cannot run with synchronized norms
-            raise ValueError(str(exc)) from exc
+        with self.trainer.autocast():
+            size = self.dataset.image_size
+            return models.describe_engines(self.model, self.largest_batch, size, self.options.compile)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
@@ -185,7 +186,8 @@ class Run:
             self.trainer.load_state(state["state"])
         self.position, self.rows = TrainingPosition(**state["position"]), list(state["rows"])
         if self.rows:
-            self.context.on_main(lambda: self.directory.check_best_weights(self.config.build()))
+            weights = self.directory.folder / models.WEIGHTS  # which the end of the run needs
+            self.context.on_main(lambda: models.read_weights(weights, self.config.build()) and None)
         if self.position.step and state["data"]["train_images"] != len(self.dataset.train):
             self.said.append(f"note: epoch {self.position.epoch} begins anew, since its batches are others")
             self.position = TrainingPosition(self.position.epoch)
@@ -193,12 +195,12 @@ class Run:
     def _print_summary(self) -> None:
         dataset, parameters = self.dataset, list(self.model.parameters())
         count, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
-        say(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
+        print(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
         for line in filter(None, [*self.said, describe_frozen(self.model)]):
-            say(line)
-        say(f"expected memory of a step: {self.expected_memory}")
+            print(line)
+        print(f"expected memory of a step: {self.expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(self.valid):,} to validate, {len(dataset.test):,} to test"
-        say(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
+        print(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
 
     def _prepare_directory(self, state: dict[str, Any]) -> None:
         where, folder = self._describe_position(), self.directory.folder
@@ -212,9 +214,9 @@ class Run:
         if self.rows:
             save_csv(folder, self.rows)
         if self.resumed:
-            say(f"resuming {folder} {where}")
+            print(f"resuming {folder} {where}")
         elif self.options.resume:
-            say(f"nothing to resume in {folder}: starting")
+            print(f"nothing to resume in {folder}: starting")
 
     def _describe_position(self) -> str:
         """Where training goes on."""
@@ -235,11 +237,8 @@ class Run:
                 position.seconds = time.perf_counter() - started
                 loss, error = position.loss / position.seen, position.wrong / position.seen
                 speed, peak = position.seen / position.seconds, mib(self._peak_memory())
-                with contextlib.suppress(OSError):  # a terminal that was closed
-                    bar.set_postfix_str(
-                        f"loss {loss:.3f}, error {error:.2%}, {speed:,.0f} images/s, peak {peak}", False
-                    )
-                    bar.update()
+                bar.set_postfix_str(f"loss {loss:.3f}, error {error:.2%}, {speed:,.0f} images/s, peak {peak}", False)
+                bar.update()
                 self._raise_if_stopped()
             # Where processes evaluate different numbers of batches, they cannot agree on stopping between them.
             after_batch = self._raise_if_stopped if self.context.world_size == 1 else None
@@ -251,14 +250,13 @@ class Run:
         self.position = TrainingPosition(position.epoch + 1)
         self._save_epoch(row)
         if self.context.is_main_process:
-            say(describe_epoch(title, row, whole_process=device.type == "cpu"))
+            print(describe_epoch(title, row, whole_process=device.type == "cpu"))
 
     def _peak_memory(self) -> int:
         return peak_memory(self.context.device, reserved=self.options.cuda_graph)
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position
-        self.peak = max(self.peak, self._peak_memory())
         return {
             "epoch": position.epoch,
             "train_loss": position.loss / position.seen,
@@ -282,7 +280,8 @@ class Run:
         if row is best:
             self.directory.write(models.WEIGHTS, to_archive(state["model"]))
         self._save(state)
-        self._add_events(row)
+        if self.events:
+            self.events.add(row)
 
     def _save(self, state: dict[str, Any], plot: bool = False) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
@@ -293,14 +292,8 @@ class Run:
                 self._plot()
 
     def _plot(self) -> None:
-        with may_fail("curves.png"):
-            plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+        plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
         self.last_plot = time.monotonic()
-
-    def _add_events(self, row: Row) -> None:
-        if self.events:
-            with may_fail("TensorBoard's events"):
-                self.events.add(row)
 
     def _raise_if_stopped(self) -> None:
         number = self.stop_request.received
@@ -315,7 +308,7 @@ class Run:
                 f"stopped by {interrupted.number.name} in epoch {self.position.epoch} after step {self.position.step}"
             )
             self.directory.log(stopped)
-            say(f"{stopped}: continue with --resume and --save {self.directory.folder}")
+            print(f"{stopped}: continue with --resume and --save {self.directory.folder}")
         self.context.barrier()  # a process that leaves while another one writes looks dead to it
         sys.exit(128 + interrupted.number)
 
@@ -328,16 +321,13 @@ class Run:
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
-        self.directory.save_rows(self.rows)
         save_csv(folder, self.rows)
         self._plot()
-        self._add_events(self.rows[-1])
+        if self.events:
+            self.events.add(self.rows[-1])
         self.directory.log(f"finished: test error {test_error:.2%}")
-        if self.options.memory is not None or self.context.device.type == "cuda":
-            what = "the process, with Python and PyTorch," if self.context.device.type == "cpu" else "all tensors"
-            say(f"memory: {self.expected_memory} was expected; {what} took {mib(self.peak)}")
         which = "the best epoch by validation" if len(self.valid) else "the last epoch"
-        say(
+        print(
             f"test error {test_error:.2%}; in {folder}: {models.WEIGHTS} ({which}), "
             f"{LAST}, results.csv, curves.png, {models.CONFIG}"
         )

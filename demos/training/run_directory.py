@@ -7,22 +7,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from efficient_densenet._archive import to_archive
 from efficient_densenet._extras import need
+from efficient_densenet.weights.trained import TRAINED
 
 from . import files
 from .loop import TrainingPosition
-from .models import CONFIG, WEIGHTS, ModelConfig, read_weights
+from .models import CONFIG, WEIGHTS, ModelConfig
 from .options import CHANGEABLE, PER_CALL, Options, RunOptions, check_option
-from .report import may_fail
 from .results import Row
 
 FORMAT = "efficient_densenet run 2"
 LAST, LOCK, LOG = "last.pt", "run.lock", "run_log.txt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
-WRITTEN = (*RUN_FILES, "curves.png", LOG)
 
 
 def run_folder(options: RunOptions) -> Path:
@@ -31,7 +28,7 @@ def run_folder(options: RunOptions) -> Path:
     data = "digits" if options.data is None else Path(options.data).absolute().name
     model = options.model or f"densenet_bc_{options.depth}_{options.growth_rate}"
     if options.weights is not None:
-        weights = Path(options.weights)
+        weights = Path(options.weights).absolute()
         model = f"from_{weights.parent.name if weights.name == WEIGHTS else weights.stem}"
     engine = "" if options.engine == "best" else f"_{options.engine}"
     return Path("checkpoints") / f"{data}_{model}{engine}"
@@ -48,50 +45,37 @@ class RunDirectory:
 
         Nothing is written but the file of the lock.
         """
-        found = [name for name in RUN_FILES if (self.folder / name).exists()]
-        if found:
+        has_run = self._has_run()
+        if has_run:
             self._acquire()
-        if not options.resume:
-            if found and not options.overwrite:
-                raise self._contains_a_run()
-            return None
-        if found and LAST not in found:
-            raise ValueError(
-                f"{self.folder / LAST} is missing, but {self.folder / found[0]} exists: copy it back, or start over "
-                "with --overwrite"
-            )
-        if found:
+        if options.resume and has_run:
             return read_state(self.folder)
-        if options.resume == "auto":
-            return None
-        raise ValueError(
-            f"found --resume, but {self.folder} contains no run to resume: name the run with --save, or leave "
-            "--resume out to begin one (--resume auto begins or resumes)"
-        )
+        if options.resume is True:
+            raise ValueError(
+                f"found --resume, but {self.folder} contains no run to resume: name the run with --save, or leave "
+                "--resume out to begin one (--resume auto begins or resumes)"
+            )
+        if has_run and not options.overwrite:
+            raise self._contains_a_run()
+        for name, weights in TRAINED.items():
+            if weights.folder.resolve() == self.folder.resolve():
+                raise ValueError(f"{self.folder} has the weights called {name}: give another --save")
+        return None
 
     def prepare(self, options: RunOptions) -> None:
         """Make the directory ready for the files of a run."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise OSError(f"nothing can be written to {self.folder} ({exc.strerror}): give another --save") from exc
         if self._lock is None:
             self._acquire()
-            if any((self.folder / name).exists() for name in RUN_FILES):  # of another process, in the meantime
+            if self._has_run():  # of another process, in the meantime
                 raise self._contains_a_run()
-        files.remove_temporary_files(self.folder)
         if options.overwrite:
-            for name in WRITTEN:
+            for name in (*RUN_FILES, "curves.png", LOG):
                 (self.folder / name).unlink(missing_ok=True)
 
     def save(self, state: dict[str, Any], position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
         """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
         content = {"format": FORMAT, **record, "position": asdict(position), "rows": rows, "state": state}
         self.write(LAST, to_archive(content))
-
-    def save_rows(self, rows: list[Row]) -> None:
-        """Replace the rows in last.pt, and nothing else: its weights remain those of the last epoch."""
-        self.write(LAST, to_archive(files.load_torch(self.folder / LAST) | {"rows": rows}))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, unless the lock was removed or replaced, since another process may then have another one."""
@@ -104,52 +88,35 @@ class RunDirectory:
         files.write_atomic(self.folder / name, content)
 
     def log(self, event: str) -> None:
-        """Add a line with the time in UTC. Where that fails, the run goes on."""
-        path, line = self.folder / LOG, f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {event}\n"
-        with may_fail(LOG):
-            lines = path.read_bytes() if path.is_file() else b""
-            files.write_atomic(path, lines + line.encode())
-
-    def check_best_weights(self, model: nn.Module) -> None:
-        """Raise unless model.pt is there and fits `model`: the end of a run that has finished an epoch needs it."""
-        path = self.folder / WEIGHTS
-        if not path.exists():
-            raise ValueError(
-                f"{path} is missing, but the run has finished an epoch, whose weights it had: copy it back, or start "
-                "over with --overwrite"
-            )
-        read_weights(path, model)
+        """Add a line with the time in UTC."""
+        with (self.folder / LOG).open("a") as file:
+            file.write(f"{datetime.now(timezone.utc).isoformat(timespec='seconds')} {event}\n")
 
     def close(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
+    def _has_run(self) -> bool:
+        return any((self.folder / name).exists() for name in RUN_FILES)
+
     def _acquire(self) -> None:
-        filelock = need("filelock", extra="demos")
-        path = self.folder / LOCK
-        lock = filelock.FileLock(path, timeout=0.5, mode=0o666)
+        filelock, path = need("filelock", extra="demos"), self.folder / LOCK
+        lock = filelock.FileLock(path, timeout=0.5)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except filelock.Timeout as exc:
             raise FileExistsError(
-                f"{self.folder} is in use{self._holder()}: wait until that run ends, or end it, or give another --save"
+                f"{self.folder} is in use, as the last line of its {LOG} may say: wait until that run ends, or end it, "
+                "or give another --save"
             ) from exc
         except (OSError, NotImplementedError) as exc:
             raise OSError(
-                f"{path} cannot be locked ({getattr(exc, 'strerror', None) or exc}), so that two runs could mix "
-                "there: give a --save on another file system"
+                f"{path} cannot be written and locked ({getattr(exc, 'strerror', None) or exc}), as one run a "
+                "directory needs: give a --save in another place"
             ) from exc
         self._lock, self._locked = lock, path.stat().st_ino
-
-    def _holder(self) -> str:
-        """Who holds the lock since when, as the log has it."""
-        try:
-            lines = (self.folder / LOG).read_text().splitlines()
-        except (OSError, ValueError):
-            return ""
-        begun = [line.partition(";")[0] for line in lines if " by process " in line]
-        return f" ({begun[-1]})" if begun else ""
 
     def _contains_a_run(self) -> FileExistsError:
         return FileExistsError(
@@ -199,17 +166,16 @@ def data_changes(then: dict[str, Any], now: dict[str, Any], accepted: bool) -> l
 
     Classes and the size of images, on which the network depends, must not change.
     """
-    remedy = "give the same --data, or start over with --overwrite"
-    changes = []
-    for name, value in now.items():
-        if name in ("name", "fingerprint") or then[name] == value:
-            continue
-        words = name.replace("_", " ")
-        changes.append(f"found {value!r} for {words} of the data, but the run was started with {then[name]!r}")
-        if name in ("image_size", "classes"):
-            raise ValueError(f"{changes[-1]}: {remedy}")
+    changed = [name for name in now if name not in ("name", "fingerprint") and then[name] != now[name]]
+    changes = [
+        f"found {now[name]!r} for {name.replace('_', ' ')} of the data, but the run was started with {then[name]!r}"
+        for name in changed
+    ]
     if not changes and then["fingerprint"] != now["fingerprint"]:
-        changes.append("found other images than the run was started with, though as many")
+        changes = ["found other images than the run was started with, though as many"]
+    needed = "give the same --data, or start over with --overwrite"
+    if {"image_size", "classes"} & set(changed):
+        raise ValueError(f"{'; '.join(changes)}: {needed}")
     if changes and not accepted:
-        raise ValueError(f"{changes[0]}: {remedy}, or --accept_changed_data to go on with these images")
+        raise ValueError(f"{changes[0]}: {needed}, or --accept_changed_data to go on with these images")
     return changes

@@ -23,17 +23,6 @@ def generator_for(*key: int) -> torch.Generator:
 
 
 @dataclass(frozen=True)
-class AugmentationParams:
-    """The random parameters of a batch: crop offsets (2, N) and whether each image is flipped (N,)."""
-
-    offsets: Tensor
-    flips: Tensor
-
-    def __getitem__(self, part: slice) -> "AugmentationParams":
-        return AugmentationParams(self.offsets[:, part], self.flips[part])
-
-
-@dataclass(frozen=True)
 class Transform:
     """From uint8 images to the input of a model: random crop and horizontal flip in training, normalization always.
 
@@ -49,20 +38,19 @@ class Transform:
     padding: int = 0
     horizontal_flip: bool = False
 
-    def sample_params(self, batch_size: int, generator: torch.Generator) -> AugmentationParams:
+    def sample_params(self, batch_size: int, generator: torch.Generator) -> Tensor:
+        """The random parameters of a batch (3, N): the row and column of each crop, and whether it is flipped."""
         offsets = torch.randint(2 * self.padding + 1, (2, batch_size), generator=generator)
         flips = torch.rand(batch_size, generator=generator) < 0.5
-        return AugmentationParams(offsets, flips & self.horizontal_flip)
+        return torch.cat([offsets, flips[None] & self.horizontal_flip])
 
-    def augment(self, images: Tensor, params: AugmentationParams) -> Tensor:
+    def augment(self, images: Tensor, params: Tensor) -> Tensor:
         """Crop each zero-padded image at its own offset, and flip it or not."""
         height, width = images.shape[2:]
         windows = F.pad(images, (self.padding,) * 4).unfold(2, height, 1).unfold(3, width, 1)
-        rows, columns = params.offsets.to(images.device)
+        rows, columns, flips = params.to(images.device)
         cropped = windows[torch.arange(len(images), device=images.device), :, rows, columns]
-        if not self.horizontal_flip:
-            return cropped
-        return torch.where(params.flips.to(images.device)[:, None, None, None], cropped.flip(3), cropped)
+        return torch.where(flips.bool()[:, None, None, None], cropped.flip(3), cropped)
 
     def normalize(self, images: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return transforms.normalize(images.to(dtype), list(self.mean), list(self.std), inplace=True)

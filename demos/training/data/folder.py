@@ -13,7 +13,6 @@ from torchvision.datasets import ImageFolder
 from efficient_densenet._extras import need
 from efficient_densenet._images import FORMATS, central_square, open_image
 
-from ..machine import check_memory
 from .images import Images, ImageSet, StreamedImages, digest
 
 MAX_BYTES_IN_MEMORY = 2**30
@@ -66,12 +65,8 @@ def read(
         )
     decoder = partial(decode, image_size=image_size, channels=channels)
     found = {name: ClassFolders(folder / name, classes, decoder) for name in names}
-    num_bytes = sum(map(len, found.values())) * channels * image_size**2
     if stream is None:
-        stream = num_bytes > MAX_BYTES_IN_MEMORY
-    if not stream:
-        what = f"the images of {folder} at {image_size}×{image_size}"
-        check_memory(num_bytes, what, "give --stream, or a smaller --image_size")
+        stream = sum(map(len, found.values())) * channels * image_size**2 > MAX_BYTES_IN_MEMORY
     shape, cpu = (channels, image_size, image_size), torch.device("cpu")
     splits: dict[str, ImageSet] = {}
     for name, files in found.items():

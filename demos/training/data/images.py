@@ -66,33 +66,22 @@ class StreamedImages:
 
     def fetch(self, batches: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of each batch of indices, in order."""
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "This DataLoader will create")  # more than processors wait for files
-                decoded = iter(
-                    DataLoader(
-                        self.files,
-                        batch_sampler=[self.indices[batch].tolist() for batch in batches],
-                        num_workers=self.workers,
-                        worker_init_fn=_leave_signals_to_the_main_process,
-                        generator=torch.Generator(),  # or it would draw from the one of the run
-                    )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")  # more than processors wait for files
+            decoded = iter(
+                DataLoader(
+                    self.files,
+                    batch_sampler=[self.indices[batch].tolist() for batch in batches],
+                    num_workers=self.workers,
+                    worker_init_fn=_leave_signals_to_the_main_process,
+                    generator=torch.Generator(),  # or it would draw from the one of the run
                 )
-            # PyTorch's handler would raise at any moment, once for each dead worker. Without it, the next batch raises.
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            )
+        try:
             for images, labels in decoded:
                 yield images.to(self.device), labels.to(self.device)
-        except UndecodableImage as exc:  # a worker has put its traceback before the message
-            exc.__traceback__ = decoded = None  # the last references to the iterator, which ends its workers now
-            raise UndecodableImage(str(exc).strip().splitlines()[-1].rpartition("UndecodableImage: ")[2]) from None
-        except (RuntimeError, EOFError, OSError) as exc:
-            if isinstance(exc, RuntimeError) and not any(sign in str(exc) for sign in ("DataLoader worker", "ancdata")):
-                raise
-            exc.__traceback__ = decoded = None
-            raise ChildProcessError(
-                "a process that decodes images ended, perhaps for lack of memory, or of shared memory in a container "
-                "(--shm-size): give fewer --workers, and continue with --resume"
-            ) from exc
+        except UndecodableImage as exc:  # a worker puts its traceback before the sentence
+            raise UndecodableImage(str(exc).strip().rpartition("UndecodableImage: ")[2]) from None
 
 
 ImageSet = Images | StreamedImages
