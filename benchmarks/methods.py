@@ -1,4 +1,4 @@
-"""What is measured: the configurations, and the methods that are compared in each.
+"""The configurations that are measured, and the methods that are compared in each.
 
 The methods are DenseNets of this package, torchvision and timm; ours compiled, or as CUDA graphs.
 """
@@ -150,7 +150,7 @@ def _timm(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module:
 
 
 def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
-    """For small inputs, replace the ImageNet stem, the only one of both libraries, by a single 3×3 convolution."""
+    """Replace the ImageNet stem, the only one of both libraries, by a single 3×3 convolution for small inputs."""
     if arguments["small_inputs"]:
         model.features.conv0 = nn.Conv2d(3, arguments["num_init_features"], 3, padding=1, bias=False)
         for name in {"norm0", "relu0", "pool0"} & set(model.features._modules):

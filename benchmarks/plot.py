@@ -158,7 +158,7 @@ def read_runs(folder: Path) -> dict[str, list[Run]]:
 
 
 def table_of_runs(runs: dict[str, list[Run]]) -> str:
-    """For each engine the test errors of its seeds, the peak of its process's memory, and its hours, as Markdown.
+    """A Markdown table of each engine's test errors by seed, the peak of its process's memory, and its hours.
 
     Every epoch counts as the median one: other work on the machine slows some of them.
     """

@@ -18,7 +18,7 @@ class Buffers(nn.Module):
 
 
 class ConstantInForward(Buffers):
-    """As DETR has it: eps is no attribute."""
+    """DETR's: eps is no attribute."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = self._affine(1e-3)
@@ -26,7 +26,7 @@ class ConstantInForward(Buffers):
 
 
 class WithoutEps(Buffers):
-    """As the first of its kind: the variance is taken as it is."""
+    """The first of its kind: the variance is taken as it is."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift = self._affine(0.0)
@@ -34,7 +34,7 @@ class WithoutEps(Buffers):
 
 
 class InTheInputsDtype(Buffers):
-    """As detectron2 has it: with settings of its own, and by F.batch_norm where no gradient is needed."""
+    """detectron2's: it has further settings, and calls F.batch_norm where no gradient is needed."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(channels)

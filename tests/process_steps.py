@@ -244,13 +244,14 @@ class StepError(Exception):
 
 
 def largest_difference(actual: list[Tensor | None], expected: list[Tensor | None]) -> float:
-    """The largest one, relative to the largest value of its tensor; infinite where only one has a gradient."""
+    """The largest difference, relative to its tensor's largest value; infinite for NaN, and if one lacks a gradient."""
     worst = 0.0
     for a, b in zip(actual, expected, strict=True):
         if (a is None) != (b is None) or (a is not None and a.shape != b.shape):
             return float("inf")
         if a is not None and b is not None and a.numel():
-            worst = max(worst, float((a - b).abs().max() / b.abs().max().clamp(min=1)))
+            difference = float((a - b).abs().max() / b.abs().max().clamp(min=1))
+            worst = max(worst, float("inf") if math.isnan(difference) else difference)
     return worst
 
 

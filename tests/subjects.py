@@ -1,4 +1,4 @@
-"""What the shared engine runs as one node: a block, with or without its consumer, a consumer apart, and a stem."""
+"""Modules that the shared engine runs as one node: a block, with or without its consumer, a consumer, and a stem."""
 
 import copy
 

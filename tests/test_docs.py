@@ -95,7 +95,7 @@ STAND_INS = {
     "docs/migrating.md": migrating,
     "docs/other-libraries.md": lambda: {"MyBlock": Block},
 }
-"""What the snippets of a page take for granted."""
+"""Names that the snippets of a page take for granted."""
 
 
 @pytest.mark.filterwarnings("default")  # a snippet may use what warns, such as a legacy exporter

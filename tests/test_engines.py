@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 import warnings
 
 import numpy as np
@@ -12,7 +11,6 @@ from grids import grid
 from helpers import (
     MEMORY_EFFICIENT,
     assert_close,
-    assert_same_gradients,
     assert_same_step,
     backward,
     plan_stage,
@@ -89,39 +87,6 @@ def test_copies_compute_with_their_own_weights(engine, copier, tmp_path):
     assert all(p.grad is not None and p.grad.any() for p in copied.parameters())
     assert all(p.grad is None for p in model.parameters())
     assert copied.engine == model.engine
-
-
-@pytest.mark.parametrize("engine", ["checkpoint", "shared"])
-def test_data_parallel_replicas_in_threads(engine):
-    """Replicas hold non-leaf tensors in place of parameters; gradients flow through them to the model's parameters."""
-    plain = small_model("bc", efficient=False).eval()
-    efficient, x, outputs = with_engine(plain, engine), random_images("bc", batch=4), [None, None]
-    replicas = [_replica(efficient) for _ in range(2)]
-
-    def forward(i: int) -> None:
-        outputs[i] = replicas[i](x[2 * i : 2 * i + 2])
-
-    threads = [threading.Thread(target=forward, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.cat(outputs).square().sum().backward()
-    plain(x).square().sum().backward()
-    assert_same_gradients(efficient, plain)
-
-
-def _replica(model: nn.Module) -> nn.Module:
-    """A shallow copy whose parameters are non-leaf tensors, as nn.parallel.replicate creates on one device."""
-    replica = model._replicate_for_data_parallel()
-    for name, child in model._modules.items():
-        replica._modules[name] = None if child is None else _replica(child)
-    replica._former_parameters = {}
-    for name, parameter in model._parameters.items():
-        tensor = None if parameter is None else parameter.view_as(parameter)
-        object.__setattr__(replica, name, tensor)
-        replica._former_parameters[name] = tensor
-    return replica
 
 
 @pytest.mark.parametrize("engine", [True, *choose.Engine])
@@ -303,7 +268,7 @@ def test_block_and_layer_without_a_model(engine):
 
 
 def test_numpy_numbers_are_numbers():
-    """As in nn.Conv2d, and without an effect on another model of equal sizes."""
+    """Sizes may be NumPy's numbers, as in nn.Conv2d, without an effect on another model of equal sizes."""
 
     def build(kind):
         sizes = {"growth_rate": kind(5), "bn_size": kind(3), "num_init_features": kind(7)}

@@ -22,13 +22,13 @@ TRAINED: dict[str | None, tuple[str, ...]] = {
     "0": ("features.denseblock", "features.transition1", "features.norm5", "classifier"),
     None: ("",),
 }
-"""By the value of --freeze, the beginnings of the names that are trained."""
+"""Beginnings of the names of trained parameters, by the value of --freeze."""
 
 
 @pytest.mark.parametrize("freeze", TRAINED)
 @pytest.mark.parametrize("engine", ["plain", "shared", "checkpoint"])
 def test_the_steps_are_those_of_a_plain_loop_on_the_trained_parts(engine, freeze):
-    """Against SGD as a user would write it; frozen parameters and statistics stay bit for bit."""
+    """The reference is SGD as a user would write it; frozen parameters and statistics stay bit for bit."""
     trainer = tiny_trainer(engine, DistributedContext(0, 1, torch.device("cpu")), freeze=freeze)
     reference = copy.deepcopy(trainer.model).set_engine("plain")
     before = copy.deepcopy(reference.state_dict())
@@ -64,7 +64,7 @@ def test_frozen_parts_drop_nothing():
 
 
 def test_frozen_parts_take_less_memory():
-    """No gradient and no momentum; and of features that are all frozen nothing is kept for a backward."""
+    """Frozen parameters have neither gradient nor momentum, and frozen features keep nothing for a backward."""
     estimates = {}
     for freeze in (None, "features"):
         model = DenseNet(8, (4, 4), num_init_features=16)

@@ -69,7 +69,7 @@ def test_converted_models(name):
 
 @pytest.mark.parametrize("operand", [torch.bfloat16, torch.float32])
 def test_where_plain_modules_run(monkeypatch, operand):
-    """With another engine or other kernels, and in precisions whose products the processor lacks."""
+    """Plain modules run with another engine or other kernels, and in precisions that the processor cannot multiply."""
     model, x = small_model("bc").float().eval(), random_images("bc").float()
     products = importlib.import_module("efficient_densenet.kernels.numba_cpu.host.products")
     monkeypatch.setattr(products, "product_of", lambda dtype: products.Product(operand, None))

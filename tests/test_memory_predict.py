@@ -1,5 +1,7 @@
 """The memory of a step as it is predicted from sizes, beside the memory of the step itself."""
 
+import json
+import re
 import warnings
 from functools import partial
 
@@ -14,6 +16,7 @@ from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet.engine import choose
 from efficient_densenet.memory import __main__ as command
 from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory.budget import total_memory_of_step
 from efficient_densenet.memory.optimizer_state import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
 from efficient_densenet.models import zoo
@@ -130,7 +133,7 @@ def test_an_estimate_in_parts():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_features_are_saved_by_the_stage_that_makes_them(engine):
-    """Rather than by the part of the model before it, whose parameters were used last."""
+    """The part of the model before, whose parameters were used last, does not get them."""
     model, pixels = DenseNet(12, (6, 6), small_inputs=False, efficient=engine), 8 * 16 * 16
     first, second, third, _ = MetaModel(model, device="cpu").training_step((8, 3, 64, 64)).stages
     assert (first.name, second.name) == ("features.conv0 + norm0", "features.denseblock1 + transition1")
@@ -159,7 +162,7 @@ def test_every_engine_is_predicted_in_half_precision_on_a_gpu(precision):
 
 
 def test_a_step_on_an_h100():
-    """What an H100 measured (benchmarks/results): 575.7 MiB in TF32, cuDNN's workspaces included."""
+    """An H100 measured 575.7 MiB in TF32, cuDNN's workspaces included (benchmarks/results)."""
     pytest.importorskip("triton")
     with torch.device("meta"):
         model = create_model("densenet_bc_100_12")
@@ -185,7 +188,7 @@ def test_a_trace_is_as_long_for_any_batch(device, dtype):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer(name):
-    """By its name, by a function, and by an optimizer that trains already, whose state is not touched."""
+    """The optimizer is given by name, by a function, or as one that trains already, whose state is not touched."""
     model = DenseNet(4, (2,))
     real = OPTIMIZERS[name](model.parameters())
     F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, dtype=torch.long)).backward()
@@ -290,7 +293,7 @@ def test_models_whose_memory_is_not_known():
 
 
 def test_tensors_on_the_meta_device_beside_others_are_an_error():
-    """And not a kernel that reads address 0."""
+    """No kernel reads address 0."""
     model = DenseNet(4, (2,))
     if kernels.numba_supports(torch.empty(1)):
         model.features.denseblock1.denselayer1.norm1.to("meta")
@@ -317,3 +320,26 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
             command.main([*words[:4], size, "--device", "cpu"])
+
+
+def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
+    """Of volumes: one image more would not fit."""
+    monkeypatch.setitem(zoo.VARIANTS, "tiny", zoo.VARIANTS["densenet_bc_100_12"] | {"block_config": (2, 2)})
+    words = ["--in_channels", "2", "--num_classes", "3", "--dims", "3", "--image_size", "16", "8", "12"]
+    command.main(["tiny", "--card", "0.75GB", *words, "--json", "--picture", str(tmp_path / "card.png")])
+    content = json.loads(capsys.readouterr().out)
+    assert content["usable"] == 0.95 * 750_000_000 - 600 * 2**20
+    rows = [(fit["engine"], fit["precision"]) for fit in content["fits"]]
+    assert rows == [("plain", "float32"), ("shared", "float32"), ("plain", "bf16"), ("shared", "bf16")]
+    for fit in content["fits"]:
+        model = create_model("tiny", efficient=fit["engine"], in_channels=2, num_classes=3, dims=3)
+        traced = MetaModel(model, optimizer="sgd", precision=fit["precision"], device="cuda")
+        sizes = [total_memory_of_step(traced, (fit["largest_batch"] + i, 2, 16, 8, 12)) for i in (0, 1)]
+        assert fit["peak"] == sizes[0] <= content["usable"] < sizes[1]
+    assert (tmp_path / "card.png").stat().st_size > 10_000
+    command.main(["tiny", "--card", "700MB", "--precision", "bf16", "--engine", "plain", "--image_size", "512"])
+    printed = capsys.readouterr().out
+    assert "are for training:\n600 MiB are left to CUDA's context and kernels" in printed
+    assert re.search(r"\nplain +bf16 +none; of one +\d+ MiB\n$", printed)
+    with pytest.raises(SystemExit, match="error: card is 'big', but must be a number of bytes"):
+        command.main(["tiny", "--card", "big"])

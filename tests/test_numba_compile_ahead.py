@@ -25,16 +25,15 @@ NAMES = ["batch_norm_grad_input", "batch_statistics"]
 
 @pytest.fixture
 def first_use(monkeypatch, tmp_path):
-    """The first use of a dtype in a process, which has two processors and no other kernels than `NAMES`."""
+    """The first use of float32 in a process, which has two processors and no other kernels than `NAMES`."""
 
-    def use(dtype: torch.dtype = torch.float32) -> bool:
-        load = functools.cache(load_or_compile)
-        monkeypatch.setattr(compilation, "load_or_compile", load)
-        monkeypatch.setattr(compile_ahead, "_requests", lambda dtype: {name: requests(dtype)[name] for name in NAMES})
-        return kernels._numba_compiles.__wrapped__(dtype)
+    def use() -> bool:
+        monkeypatch.setattr(compilation, "load_or_compile", functools.cache(load_or_compile))
+        return kernels._numba_compiles.__wrapped__(torch.float32)
 
     requests, load_or_compile = compile_ahead._requests, compilation.load_or_compile.__wrapped__
     monkeypatch.setattr(compilation, "load_or_compile", load_or_compile)
+    monkeypatch.setattr(compile_ahead, "_requests", lambda dtype: {name: requests(dtype)[name] for name in NAMES})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(python_process, "num_processors", lambda: 2)
     return use
@@ -43,13 +42,10 @@ def first_use(monkeypatch, tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """The kernels for which processes are started."""
-
-    def command(module, dtype, *names):
-        found.append(names)
-        return command_of(module, dtype, *names)
-
-    found, command_of = [], python_process.command
-    monkeypatch.setattr(python_process, "command", command)
+    found, command = [], python_process.command
+    monkeypatch.setattr(
+        python_process, "command", lambda module, *words: found.append(words[1:]) or command(module, *words)
+    )
     return found
 
 

@@ -1,12 +1,10 @@
 """The Numba kernels match the portable ones in float32, float64 and bfloat16, by each product, with any number of
 threads; where they cannot run, the portable ones do."""
 
-import copy
 import functools
 import importlib.util
 import math
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -25,12 +23,10 @@ from kernel_operations import (
     is_case,
 )
 
-from efficient_densenet import DenseBlock, DenseNet, kernels
-from efficient_densenet.engine import choose
+from efficient_densenet import kernels
 from efficient_densenet.kernels import portable
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
-from efficient_densenet.kernels.interface import Conv1x1
 from efficient_densenet.kernels.numba_cpu.host import openmp
 from efficient_densenet.memory import tensor_peak
 
@@ -277,13 +273,6 @@ def test_inputs_with_other_strides_are_copied(operation):
         assert torch.equal(actual, same)
 
 
-def test_an_output_with_other_strides_is_an_error():
-    case = Case((2, 5, 7), 9, 16)
-    output = torch.empty(16, len(case.values)).t()
-    with pytest.raises(AssertionError, match=r"cannot be written: its strides are \(1, 70\)"):
-        operations.conv1x1_forward(Conv1x1(case.input, case.weight1x1, output))
-
-
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name.startswith("conv")])
 @pytest.mark.parametrize("what", ["mixed precision", "float16", "a large weight"])
 def test_what_they_do_not_support_runs_on_portable(operation, what, monkeypatch):
@@ -333,35 +322,3 @@ def test_numba_that_compiles_no_bfloat16_runs_the_other_dtypes(monkeypatch):
         assert kernels.kernels_for(torch.empty(4, 4, dtype=torch.bfloat16)) is portable
     assert not kernels.numba_multiplies(torch.bfloat16)
     assert kernels.kernels_for(torch.empty(4, 4)) is operations
-
-
-def _results(model, x, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The output and all gradients, under autocast to `dtype`."""
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        output = model(x)
-    output.double().square().sum().backward()
-    grads = [parameter.grad.double().flatten() for parameter in model.parameters()]
-    return torch.cat([output.detach().double().flatten(), *grads])
-
-
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16, None])
-@pytest.mark.parametrize("whole", [True, False])
-def test_low_precision_is_as_exact_as_plain(whole, autocast):
-    """The median error of networks and of blocks, whose input is float32 under autocast; without it, in bfloat16."""
-    ratios = []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        if whole:
-            variant = [{}, {"small_inputs": False}, {"bn_size": 0}][seed % 3]
-            plain = DenseNet(8, (2, 3), num_init_features=12, efficient=False, **variant)
-            x = torch.randn(4, 3, 32, 32)
-        else:
-            plain, x = DenseBlock(3, 8, 4, efficient=False), torch.randn(4, 8, 9, 7)
-        exact, efficient = copy.deepcopy(plain).double(), copy.deepcopy(plain)
-        efficient.set_engine("shared") if whole else setattr(efficient, "engine", choose.parse("shared"))
-        expected = _results(exact, x.double())
-        if autocast is None:
-            plain, efficient, x = plain.bfloat16(), efficient.bfloat16(), x.bfloat16()
-        error, plain_error = ((_results(each, x, autocast) - expected).norm() for each in (efficient, plain))
-        ratios.append(error / plain_error)
-    assert statistics.median(ratios) <= 1.5

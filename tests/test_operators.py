@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stem of volumes": {"dims": 3, "trainable": "norm0.bias"},
     "stem in bfloat16": {"dtype": torch.bfloat16, "memory_format": torch.channels_last, "needs_grad_input": False},
 }
-"""By the kind of a subject and what is special about it: settings of `_calls`."""
+"""Settings of `_calls`; each name begins with the kind of a subject."""
 
 
 class Recording(TorchDispatchMode):

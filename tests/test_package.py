@@ -1,4 +1,4 @@
-"""What importing costs and what it does not need; the package as a wheel, alone."""
+"""The cost of an import, the modules that it does not need, and the wheel alone."""
 
 import configparser
 import os
@@ -30,7 +30,7 @@ OPTIONAL = [
     "safetensors",
     "huggingface_hub",
 ]
-"""What parts of the package use where it is installed."""
+"""Packages that parts of this one use where they are installed."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
 
 
 def test_the_wheel_alone_trains_and_importing_it_does_nothing_else(wheel, tmp_path):
-    """From a directory of its own; it imports torch and the standard library, nothing else, and no compiler."""
+    """The wheel, in a directory of its own, imports torch and the standard library alone, and no compiler."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = f"""

@@ -139,7 +139,7 @@ def _slope(path: str) -> Change:
 
 
 def _swapped_relus(layer: nn.Module) -> None:
-    """The same modules in the same order, under each other's names."""
+    """Exchange the names of two modules, which keep their order."""
     names = {"relu1": "relu2", "relu2": "relu1"}
     layer._modules = {names.get(name, name): module for name, module in layer._modules.items()}
 

@@ -73,7 +73,7 @@ def test_the_reference_equals_plain(consumer):
     )
 )
 def test_every_set_of_kernels_equals_the_reference(kernel_set, consumer, dtype, monkeypatch):
-    """In low precision, its error is at most twice plain's."""
+    """The error in low precision is at most twice plain's."""
     pytest.importorskip(SETS[kernel_set])
     kernels = importlib.import_module(f"efficient_densenet.kernels.{kernel_set}")
     for module in stage_forward, stage_backward:

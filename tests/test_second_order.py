@@ -105,7 +105,7 @@ def test_gradient_penalty_of_converted_models_and_ordinary_steps_after_it(name):
 
 @pytest.mark.parametrize("family", ["bc", "imagenet"])
 def test_third_derivatives(family):
-    """With norms in eval mode: PyTorch 2.15 has none of batch statistics, and says so."""
+    """Norms are in eval mode: PyTorch 2.15 raises for third derivatives of batch statistics."""
     plain, x = small_model(family, efficient=False), random_images(family, batch=2)
     freeze_norms(plain)
     results = []
@@ -136,7 +136,7 @@ def test_synchronized_norms_raise_a_sentence(family):
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
 def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
-    """With norms in eval mode: `vmap` of one that updates its statistics in place is PyTorch's error."""
+    """Norms are in eval mode: PyTorch's `vmap` raises where one updates its statistics in place."""
     monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False).eval()
     x = random_images("bc", batch=3)
@@ -158,18 +158,6 @@ def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
     for engine in ("official", "checkpoint", "shared"):
         with pytest.raises(RuntimeError, match=f"engine '{engine}' cannot run here.*ordinary autograd.*use another"):
             gradients(with_engine(plain, engine))
-
-
-@pytest.mark.filterwarnings("ignore:.*falling back.*")
-@pytest.mark.parametrize("family", ["bc", "imagenet"])
-def test_vmap_over_the_parameters_of_an_ensemble(family):
-    models, x = [small_model(family, efficient=True).eval() for _ in range(2)], random_images(family)
-    state = torch.func.stack_module_state(models)
-    outputs = torch.func.vmap(lambda *state: torch.func.functional_call(models[0], state, (x,)))(*state)
-    for output, model in zip(outputs, models, strict=True):
-        assert_close(output, model(x))
-    with torch.no_grad():
-        assert_close(torch.func.vmap(models[0])(x.unsqueeze(1)).squeeze(1), models[0](x))
 
 
 @pytest.mark.parametrize("family", ["basic", "imagenet"])

@@ -99,7 +99,7 @@ def test_uses(use, prepare):
 
 
 def test_the_features_are_freed_in_the_backward():
-    """Though the block's output is still there."""
+    """The block's output is still there."""
     block, after = randomized(Block(), CONSUMERS["transition"]())
     kept = _run_block(block, torch.randn(*SIZE, dtype=torch.double, requires_grad=True))
     features = kept.grad_fn.block_features.features

@@ -29,7 +29,7 @@ def _input(*size: int, batch: int = 3) -> Tensor:
 
 
 def _stem_is_one(model: DenseNet, x: Tensor) -> bool:
-    """Whether the stem runs as one node, without calling its modules."""
+    """Return whether the stem runs as one node, without calling its modules."""
     model = copy.deepcopy(model)
     return choose.run_stem(list(model.features), model.features.denseblock1, x) is not None
 

@@ -3,18 +3,16 @@
 import pytest
 import torch
 from checkpoint_outcomes import assert_same_tensors, tensor
-from helpers import assert_close, small_model
+from helpers import small_model
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm, weight_norm
-
-from efficient_densenet.checkpoint import checkpoint
 
 ENGINES = ("official", "checkpoint", True)
 ignore_fallback = pytest.mark.filterwarnings("ignore:falling back:UserWarning", "ignore::FutureWarning")
 
 
 def _scaled_while_it_runs(conv: nn.Module) -> None:
-    """As libraries have it that run with a quantized or gathered copy of a weight and keep the original."""
+    """Hooks as in libraries that run with a quantized or gathered copy of a weight and keep the original."""
 
     def before(conv, args):
         conv.original = conv._parameters.pop("weight")
@@ -76,12 +74,3 @@ def test_a_spectral_norm_whose_hook_changes_its_state_is_not_recomputed():
     for engine in ("official", "checkpoint"):
         with pytest.raises(RuntimeError, match="found a spectral_norm of a Conv2d that changes its own state"):
             _train(spectral_norm, engine)
-
-
-def test_a_hook_that_undoes_what_another_has_changed_is_called_in_a_recomputation():
-    conv = nn.Conv2d(2, 3, 1).double()
-    weight = conv.weight
-    _scaled_while_it_runs(conv)
-    checkpoint(conv, tensor(2, 2, 3, 3).requires_grad_()).sum().backward()
-    assert conv.weight is weight
-    assert_close(weight.grad.norm().sign(), torch.ones((), dtype=torch.double))

@@ -240,7 +240,7 @@ def test_saved_tensors_hooks_enabled():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_onednn_supports(dtype):
-    """By the memory of a convolution: im2col takes the columns, nine times the input."""
+    """The memory of a convolution tells: im2col takes the columns, nine times the input."""
     images, weight = torch.zeros(2, 16, 64, 64, dtype=dtype), torch.zeros(16, 16, 3, 3, dtype=dtype)
     peak = tensor_peak(lambda: torch.conv2d(images, weight, padding=1))
     assert onednn_supports(dtype) == (peak < 5 * images.nbytes)

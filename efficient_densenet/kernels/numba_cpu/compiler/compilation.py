@@ -119,7 +119,7 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | No
 
 @functools.cache
 def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
-    """`compile_kernel`, for one thread at a time."""
+    """The kernel of `compile_kernel`, for one thread at a time."""
     signature = _signature(kernel, dtype, operand)
     name, key = kernel.function.__name__, _key(kernel.function, signature)
     stored = disk_cache.load(name, key)

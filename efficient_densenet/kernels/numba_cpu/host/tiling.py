@@ -122,7 +122,7 @@ def _itemsizes(weight: Tensor) -> tuple[int, int]:
 
 
 def _num_threads(rows: int) -> int:
-    """At most one thread for each tile."""
+    """The number of threads: at most one for each tile."""
     return max(1, min(torch.get_num_threads(), -(-rows // TILE)))
 
 
@@ -132,7 +132,8 @@ def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: 
 
 
 def _tile_rows(threads: int, rows: int, row_bytes: int = 0, window: int = 1) -> int:
-    """As many rows of `row_bytes` bytes as fit the cache. With a `window` of pixels, rows are pooled output rows."""
+    """The rows of a tile: as many of `row_bytes` bytes as fit the cache; with a `window` of pixels, rows of the pooled
+    output."""
     in_cache = max(TILE // 4, TILE_BYTES // (row_bytes or 1))
     tile_rows = min(TILE, in_cache, rows // (4 * threads) + 8) // window  # few rows need little scratch
     return max(1, -(-tile_rows // TILE_MULTIPLE)) * TILE_MULTIPLE

@@ -10,7 +10,7 @@ from numba import types
 from numba.extending import intrinsic
 
 TILE_ROWS = 16
-"""Also the number of cells of a row, and of the float32 columns of a tile of sums."""
+"""The number of rows of a tile, of the cells of a row, and of the float32 columns of a tile of sums."""
 
 _ROW_BYTES = 64
 _NUM_TILES = 8

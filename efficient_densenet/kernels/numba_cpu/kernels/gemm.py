@@ -74,17 +74,16 @@ def make_gemm(avx512: bool, pairs: bool = False):
                 rows, left = min(_M_BLOCK, m - first), 0
                 while left < n:
                     panels = -(-(n - left) // width)
-                    of_a, of_b = a + first * a_row + start * a_column, b + start * b_row + left // width * b_panel
-                    out = c + first * c_row + left * size
-                    if avx512 and panels > 2 and panels != 4:
-                        columns = min(3 * width, n - left)
-                        three(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
-                    elif avx512 and panels > 1:
-                        columns = min(2 * width, n - left)
-                        two(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                    taken = 3 if avx512 and panels > 2 and panels != 4 else 2 if avx512 and panels > 1 else 1
+                    columns, a_block = min(taken * width, n - left), a + first * a_row + start * a_column
+                    b_block, out = b + start * b_row + left // width * b_panel, c + first * c_row + left * size
+                    operands = a_block, a_row, a_column, b_block, b_row, b_panel, adds, out, c_row
+                    if avx512 and taken == 3:
+                        three(rows, columns, depth, *operands, zero)
+                    elif avx512 and taken == 2:
+                        two(rows, columns, depth, *operands, zero)
                     else:
-                        columns = min(width, n - left)
-                        one(rows, columns, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                        one(rows, columns, depth, *operands, zero)
                     left += columns
 
     return product

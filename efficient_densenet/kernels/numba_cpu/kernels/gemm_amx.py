@@ -86,66 +86,66 @@ def make_gemm(tiles: ModuleType):
     configure, release = tiles.configure, tiles.release
 
     @compiled
-    def multiply_step(tall, wide, a, a_row, b, b_row, b_panel):
-        """The sums' tiles 0 and 1, and 2 and 3 below them if `tall`, += A's tiles 4 and 5 @ B's tiles 6 and 7."""
+    def multiply_step(two_rows, two_columns, a, a_row, b, b_row, b_panel):
+        """The sums' tiles 0 and 1, and 2 and 3 below them, += A's tiles 4 and 5 @ B's tiles 6 and 7."""
         load(4, a, a_row)
         load(6, b, b_row)
         multiply_add(0, 4, 6)
-        if wide:
+        if two_columns:
             load(7, b + b_panel, b_row)
             multiply_add(1, 4, 7)
-        if tall:
+        if two_rows:
             load(5, a + TILE_ROWS * a_row, a_row)
             multiply_add(2, 5, 6)
-            if wide:
+            if two_columns:
                 multiply_add(3, 5, 7)
 
     @compiled
-    def block(tall, wide, k, whole, a, a_row, a_rest, b, b_row, b_panel, b_rest, accumulate, c, c_row):
-        """A block of C (16 or 32, 16 or 32). `a_rest` has A's cells from `whole` on, `b_rest` B's last rows of cells
-        if they are fewer than a tile's."""
+    def block(two_rows, two_columns, k, whole, a, a_row, a_padded, b, b_row, b_panel, b_padded, accumulate, c, c_row):
+        """A block of C with one or two tiles of rows, and of columns. `a_padded` has A's cells from `whole` on,
+        `b_padded` B's last rows of cells if they are fewer than a tile's."""
         if accumulate:
             load(0, c, c_row)
-            load(1, c + wide * PANEL_BYTES, c_row)
-            load(2, c + tall * TILE_ROWS * c_row, c_row)
-            load(3, c + tall * TILE_ROWS * c_row + wide * PANEL_BYTES, c_row)
+            load(1, c + two_columns * PANEL_BYTES, c_row)
+            load(2, c + two_rows * TILE_ROWS * c_row, c_row)
+            load(3, c + two_rows * TILE_ROWS * c_row + two_columns * PANEL_BYTES, c_row)
         else:
             clear(0)
             clear(1)
             clear(2)
             clear(3)
         for start in range(0, k, TILE_ROWS):
-            is_whole, rest = start < whole, a_rest + (start - whole) * _CELL_BYTES
-            of_a, a_stride = (a + start * _CELL_BYTES, a_row) if is_whole else (rest, _A_STRIDE)
+            is_whole, rest = start < whole, a_padded + (start - whole) * _CELL_BYTES
+            a_block, a_stride = (a + start * _CELL_BYTES, a_row) if is_whole else (rest, _A_STRIDE)
             if start + TILE_ROWS <= k:
-                multiply_step(tall, wide, of_a, a_stride, b + start * b_row, b_row, b_panel)
+                multiply_step(two_rows, two_columns, a_block, a_stride, b + start * b_row, b_row, b_panel)
             else:
-                multiply_step(tall, wide, of_a, a_stride, b_rest, PANEL_BYTES, TILE_ROWS * PANEL_BYTES)
+                multiply_step(two_rows, two_columns, a_block, a_stride, b_padded, PANEL_BYTES, TILE_ROWS * PANEL_BYTES)
         store(0, c, c_row)
-        if wide:
+        if two_columns:
             store(1, c + PANEL_BYTES, c_row)
-        if tall:
+        if two_rows:
             store(2, c + TILE_ROWS * c_row, c_row)
-            if wide:
+            if two_columns:
                 store(3, c + TILE_ROWS * c_row + PANEL_BYTES, c_row)
 
     @compiled
     def row_of_blocks(rows, n, k, a, a_row, a_column, b, b_row, b_panel, accumulate, c, c_row, zero):
         """At most 32 rows of C, with at most `_K_BLOCK` cells of each sum."""
-        a_rest, b_rest, edge = _a_buffer(zero), _b_buffer(zero), _c_buffer(zero)
-        tall, tile_k = rows > TILE_ROWS, k // TILE_ROWS * TILE_ROWS
+        a_padded, b_padded, edge = _a_buffer(zero), _b_buffer(zero), _c_buffer(zero)
+        two_rows, tile_k = rows > TILE_ROWS, k // TILE_ROWS * TILE_ROWS
         whole = tile_k if a_column == _CELL_BYTES and rows % TILE_ROWS == 0 else 0
-        padded_rows = 2 * TILE_ROWS if tall else TILE_ROWS
-        _copy_cells(a + whole * a_column, a_row, a_column, rows, k - whole, a_rest, _A_STRIDE, padded_rows)
+        padded_rows = 2 * TILE_ROWS if two_rows else TILE_ROWS
+        _copy_cells(a + whole * a_column, a_row, a_column, rows, k - whole, a_padded, _A_STRIDE, padded_rows)
         for left in range(0, n, _BLOCK):
             columns = min(_BLOCK, n - left)
-            wide, of_b, out = columns > TILE_ROWS, b + left // TILE_ROWS * b_panel, c + left * _CELL_BYTES
+            two_columns, b_block, out = columns > TILE_ROWS, b + left // TILE_ROWS * b_panel, c + left * _CELL_BYTES
             for panel in range((columns + TILE_ROWS - 1) // TILE_ROWS if tile_k < k else 0):
-                last, rest = of_b + panel * b_panel + tile_k * b_row, b_rest + panel * TILE_ROWS * PANEL_BYTES
+                last, rest = b_block + panel * b_panel + tile_k * b_row, b_padded + panel * TILE_ROWS * PANEL_BYTES
                 _copy_cells(last, b_row, _CELL_BYTES, k - tile_k, TILE_ROWS, rest, PANEL_BYTES, TILE_ROWS)
             is_edge = rows % TILE_ROWS or columns % TILE_ROWS
             target = (False, edge, _C_STRIDE) if is_edge else (accumulate, out, c_row)
-            block(tall, wide, k, whole, a, a_row, a_rest, of_b, b_row, b_panel, b_rest, *target)
+            block(two_rows, two_columns, k, whole, a, a_row, a_padded, b_block, b_row, b_panel, b_padded, *target)
             for i in range(rows if is_edge else 0):
                 output = elements(out + i * c_row, 0, columns, zero)
                 computed = elements(edge + i * _C_STRIDE, 0, columns, zero)
@@ -160,9 +160,9 @@ def make_gemm(tiles: ModuleType):
         for start in range(0, k, _K_BLOCK):
             depth, adds = min(_K_BLOCK, k - start), accumulate or start > 0
             for top in range(0, m, _BLOCK):
-                of_a, of_b, rows = a + top * a_row + start * a_column, b + start * b_row, min(_BLOCK, m - top)
+                a_block, b_block, rows = a + top * a_row + start * a_column, b + start * b_row, min(_BLOCK, m - top)
                 out = c + top * c_row
-                row_of_blocks(rows, n, depth, of_a, a_row, a_column, of_b, b_row, b_panel, adds, out, c_row, zero)
+                row_of_blocks(rows, n, depth, a_block, a_row, a_column, b_block, b_row, b_panel, adds, out, c_row, zero)
         release()
 
     return gemm

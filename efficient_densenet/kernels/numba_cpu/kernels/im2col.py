@@ -12,8 +12,8 @@ from .memory import clear, convert, elements, is_narrow, offset, panel_columns
 @compiled
 def _place(row, images):
     """The indices x, y and z of a pixel in its image."""
-    line = row // images.width
-    return row % images.width, line % images.height, line // images.height % images.depth
+    image_row = row // images.width
+    return row % images.width, image_row % images.height, image_row // images.height % images.depth
 
 
 @compiled
@@ -49,10 +49,10 @@ def im2col(images, dilation, grad, channels, start, stop, output, stride, operan
                     contiguous = right - left if dilation == 1 else 1  # the number of taps that are copied at once
                     for k in range(left, right, contiguous):
                         at_tap = (middle + (k - 1) * dilation) * channels
-                        seen = elements(grad.data, at_tap, contiguous * channels, grad.element)
+                        source = elements(grad.data, at_tap, contiguous * channels, grad.element)
                         columns = elements(output, at + k * channels, contiguous * channels, operand)
                         for o in range(contiguous * channels):
-                            columns[o] = seen[o]
+                            columns[o] = source[o]
                 at += 3 * channels
         clear(offset(output, at, operand), padding, operand)
         x, y, z = _next_place(x, y, z, images)
@@ -76,18 +76,18 @@ def col2im(images, dilation, products, origin, start, stop, output, channels, bu
         for i in range(-has_depth, has_depth + 1):
             for j in range(-has_height, has_height + 1):
                 if 0 <= z + i * dilation < depth and 0 <= y + j * dilation < height:
-                    line = (row - origin + (i * height + j) * width * dilation) * stride + at
+                    index = (row - origin + (i * height + j) * width * dilation) * stride + at
                     if dilation <= x < width - dilation:
-                        left = elements(products, line - dilation * stride, channels, zero)
-                        middle = elements(products, line + channels, channels, zero)
-                        right = elements(products, line + 2 * channels + dilation * stride, channels, zero)
+                        left = elements(products, index - dilation * stride, channels, zero)
+                        middle = elements(products, index + channels, channels, zero)
+                        right = elements(products, index + 2 * channels + dilation * stride, channels, zero)
                         for o in range(channels):
                             total[o] += left[o] + middle[o] + right[o]
                     else:
                         for k in range(3):
                             if 0 <= x + (k - 1) * dilation < width:
                                 one = elements(
-                                    products, line + k * channels + (k - 1) * dilation * stride, channels, zero
+                                    products, index + k * channels + (k - 1) * dilation * stride, channels, zero
                                 )
                                 for o in range(channels):
                                     total[o] += one[o]

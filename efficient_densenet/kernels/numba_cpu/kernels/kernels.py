@@ -152,7 +152,7 @@ def conv_backward(record):
     args = carray(record, 1)[0]
     thread, threads = this_thread(args.openmp)
     first, last = partition(args.rows, thread, threads)
-    conv, following, zero = args.conv, args.next_bottleneck, args.zero
+    conv, next_conv, zero = args.conv, args.next_bottleneck, args.zero
     stride, grad, activation = _backward_buffers(args.scratch, args.tile, conv.weight, thread, zero)
     batch_norm_grad_vectors(args.batch_norm, thread, threads, zero)
     pack_weight(conv.weight, thread, threads, zero)
@@ -160,9 +160,9 @@ def conv_backward(record):
     clear_sums(conv.gradients, thread)
     if conv.grad_weight.result:
         clear_grad_weight(conv, thread, zero)
-    if following.output.data:
-        pack_weight(following.weight, thread, threads, zero)
-        affine_vectors(following.input, thread, threads, zero)
+    if next_conv.output.data:
+        pack_weight(next_conv.weight, thread, threads, zero)
+        affine_vectors(next_conv.input, thread, threads, zero)
     barrier(args.openmp)
     for start in range(first, last, args.tile):
         stop = min(start + args.tile, last)
@@ -172,9 +172,9 @@ def conv_backward(record):
             add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
         accumulate_grad(args, thread, start, stop, activation, grad_stride, zero)
-        if following.output.data:
-            affine_activation(following.input, start, stop, activation, following.weight.operand, zero)
-            conv1x1_product(following, start, stop, activation, grad, zero)
+        if next_conv.output.data:
+            affine_activation(next_conv.input, start, stop, activation, next_conv.weight.operand, zero)
+            conv1x1_product(next_conv, start, stop, activation, grad, zero)
     barrier(args.openmp)
     reduce_sums(conv.gradients, thread, threads, zero)
     if conv.grad_weight.result:
@@ -194,8 +194,8 @@ def _fill_grad(args, start, stop, grad, stride):
         batch_norm_grad_rows(args.batch_norm, start, stop, grad, stride, operand, zero)
     else:
         for row in range(start, stop):
-            given = offset(args.grad_output.data, row * width, args.grad_output.element)
-            convert(given, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
+            source = offset(args.grad_output.data, row * width, args.grad_output.element)
+            convert(source, args.grad_output.element, offset(grad, (row - start) * stride, operand), operand, width)
     pad_cells(grad, stop - start, stride, width, operand, zero)
 
 

@@ -16,7 +16,8 @@ PANEL_BYTES = 64
 """The width of a packed panel: one AVX-512 vector, or two of AVX2."""
 
 _PREFETCH_DISTANCE = 24
-"""In rows. Short rows of a wider matrix are prefetched by software: the hardware does not predict the next row."""
+"""The rows between a row and the one that is prefetched meanwhile: the hardware does not predict short rows of a wider
+matrix."""
 
 _SHORT_ROW_BYTES = 1024
 

@@ -10,8 +10,8 @@ def first_pixel(row, images):
     """The row of the input with the first pixel of an output row's window."""
     width, height = images.width // 2, images.height // 2 if images.has_height else images.height
     depth = images.depth // 2 if images.has_depth else images.depth
-    line, layer = row // width, row // (width * height)
-    top = (layer // depth * images.depth + layer % depth * 2) * images.height + line % height * 2
+    image_row, plane = row // width, row // (width * height)
+    top = (plane // depth * images.depth + plane % depth * 2) * images.height + image_row % height * 2
     return top * images.width + row % width * 2
 
 

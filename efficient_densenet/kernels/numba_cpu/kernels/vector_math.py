@@ -86,7 +86,7 @@ def _reduced_in_float32(x):
 
 
 def _reduced_in_float64(x):
-    """As `_reduced_in_float32`."""
+    """n and r as in `_reduced_in_float32`."""
     x = -709.0 if x < -709.0 else x
     x = 710.0 if x > 710.0 else x
     n = (x * 1.4426950408889634 + 6755399441055744.0) - 6755399441055744.0  # 1.5 · 2⁵²

@@ -55,14 +55,14 @@ class Launches(launches.Launches):
     """Launches by the launchers of compiled kernels, or by Triton where one has none, or hooks observe launches."""
 
     def __init__(self, recorded: Sequence[tuple[tuple[Launch, Any], Sequence[Any]]]) -> None:
-        self._recorded = [(prepared, arguments) for (prepared, _), arguments in recorded]
+        self._recorded = recorded  # keeps compiled kernels alive, which unload their code
         self._launchers = [_launcher(*launch, len(arguments)) for launch, arguments in recorded]
         self._places = [[(each.memory, each.offset) for each in arguments] for _, arguments in recorded]
 
     def __call__(self, run: launches.Run) -> None:
         device = run.values[self._places[0][0][0]].get_device()
         if None in self._launchers or _has_launch_hooks() or device != torch.cuda.current_device():
-            for prepared, arguments in self._recorded:
+            for (prepared, _), arguments in self._recorded:
                 _launch_by_triton(prepared, [run.tensor(each) for each in arguments])
             return
         active: Any = driver.active
