@@ -9,7 +9,7 @@ from efficient_densenet._extras import need
 
 from . import files
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "epoch",
     "train_loss",
     "train_error",
