@@ -133,7 +133,7 @@ RECEIVED: dict[str, Callable[[int, tuple[Any, ...]], float]] = {
     "reduce_scatter_single": lambda others, tensors: others * tensors[0].nbytes,
     "all_reduce": lambda others, tensors: 2 * others / (others + 1) * tensors[0].nbytes,
 }
-"""What a collective receives from the other processes of its group, by its name in `torch.distributed`: a ring reduces
+"""Bytes that a collective receives from the other processes, by its name in `torch.distributed`: a ring reduces
 and then gathers a part of the tensor for each process."""
 
 

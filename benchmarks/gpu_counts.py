@@ -61,7 +61,7 @@ class StepTrace(MemoryTrace):
 
     launches: list[Launch] = field(default_factory=list)
     num_launches: int = 0
-    """Those of ATen's operations too."""
+    """All launches, of ATen's operations too."""
     bytes: int = 0
 
 

@@ -52,13 +52,13 @@ class Convolution(NamedTuple):
 
 
 def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT") -> list[dict[str, int]]:
-    """From "rows channels out warps stages" of each candidate; `third` is the name of the third number."""
+    """Tiles from lines of "rows channels out warps stages"; `third` is the name of the third number."""
     names = "BLOCK_ROWS", "BLOCK_CHANNELS", third, "num_warps", "num_stages"
     return [dict(zip(names, map(int, each.split()), strict=True)) for each in sizes.strip().splitlines()]
 
 
 def conv1x1_tiles(sizes: str, chosen: tiles.Tile) -> list[tiles.Tile]:
-    """From "rows channels warps stages registers" of each candidate, where 0 registers are no limit."""
+    """Tiles from lines of "rows channels warps stages registers", where 0 registers are no limit."""
     candidates = []
     for each in sizes.strip().splitlines():
         rows, channels, warps, stages, registers = map(int, each.split())

@@ -34,8 +34,6 @@ COLORS = {
     "torchvision": "#c07a1e",
     "torchvision_efficient": "#c07a1e",
     "torchvision_converted": "#8a5a1e",
-    "timm": "#0f9aa8",
-    "timm_efficient": "#0f9aa8",
     "compile_plain": "#d0569b",
     "compile_shared": "#8a2f63",
     "graph_plain": "#e08e79",
@@ -158,7 +156,7 @@ def read_runs(folder: Path) -> dict[str, list[Run]]:
 
 
 def table_of_runs(runs: dict[str, list[Run]]) -> str:
-    """For each engine the test errors of its seeds, the peak of its process's memory, and its hours, as Markdown.
+    """A Markdown table of each engine's test errors by seed, the peak of its process's memory, and its hours.
 
     Every epoch counts as the median one: other work on the machine slows some of them.
     """

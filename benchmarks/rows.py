@@ -38,8 +38,8 @@ COLUMNS = (
     *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
 )
 NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median"}
-"""Those that older files lack: the set of kernels that the shared engine runs (Triton, Numba or portable), and the peak
-of a step that makes its gradients anew, which count, and the host's part of a step on a GPU."""
+"""Columns that older files lack: the kernels that the shared engine runs (Triton, Numba, portable), the peak of a step
+that makes its gradients anew, which count, and the host's part of a step on a GPU."""
 
 
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:

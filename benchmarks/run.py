@@ -37,7 +37,7 @@ SWEEPS = {
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
 WHAT = ("time", "check", "profile")
 ERROR_OVER_PLAIN = 2.0
-"""How many times plain's error a method's may be."""
+"""Largest ratio of a method's error to plain's."""
 ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
 """Errors that are no sign of a defect: where rounding changes a sign, ReLU's mask is the other one."""
 

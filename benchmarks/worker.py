@@ -34,7 +34,7 @@ SHORT_STEP = 0.3  # seconds
 STEPS_ON_GPU = 5
 """Number of steps that are timed together on a GPU."""
 ALGORITHMS_TRIED = 4
-"""How many of cuDNN's convolution algorithms it may try for each shape: all would take longer than the measurement."""
+"""Number of convolution algorithms that cuDNN tries for each shape: all would take longer than the measurement."""
 PROFILED_STEPS, PROFILED_KERNELS = 5, 25
 
 

@@ -21,7 +21,7 @@ def device_type(x: Tensor) -> str:
 
 @contextlib.contextmanager
 def meta_stands_for(device: str) -> Iterator[None]:
-    """In this context and thread, the engines allocate on the meta device what they would on "cpu" or "cuda", and
+    """A context in which the engines of this thread allocate on the meta device what they would on "cpu" or "cuda", and
     launch no kernel: so a step's memory is known without its data."""
     before = getattr(_local, "meta_stands_for", "meta")
     _local.meta_stands_for = device

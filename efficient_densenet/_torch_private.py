@@ -63,7 +63,7 @@ def in_backward() -> bool:
 
 
 _fp32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)
-"""What `torch.backends.cudnn.conv.fp32_precision` calls, since PyTorch 2.9, in a sixth of its time."""
+"""The function behind `torch.backends.cudnn.conv.fp32_precision` since PyTorch 2.9, in a sixth of its time."""
 
 
 def convolutions_in_tf32() -> bool:

@@ -1,7 +1,6 @@
 """Parts that the programs share: options, what fits the card, checkpoints, splits, and AUROC with an interval."""
 
 import argparse
-import copy
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc
 
-from efficient_densenet import make_efficient
-from efficient_densenet.memory import largest_batch, predict
-from efficient_densenet.memory.sizes import parse_bytes
+from efficient_densenet.memory.card import describe_card, what_fits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,27 +60,16 @@ def print_what_fits(
     model: nn.Module, batch_size: int, sample: tuple[int, ...], optimizer: str, options: argparse.Namespace
 ) -> None:
     """Print the memory of a training step and the largest batch by each engine, from sizes alone: nothing runs."""
-    settings: dict[str, Any] = {"optimizer": optimizer, "precision": options.precision, "device": "cuda"}
     card = options.card or (f"{torch.cuda.mem_get_info()[1]}B" if DEVICE.type == "cuda" else "8GB")
+    settings: dict[str, Any] = {"optimizer": optimizer, "precisions": [options.precision], "batch_size": batch_size}
     try:
-        budget = int(0.9 * parse_bytes("--card", card))
+        print(f"A training step on {'×'.join(map(str, sample))} in {options.precision}; {describe_card(card)}")
     except ValueError as error:
-        stop(str(error))
-    print(
-        f"A training step on {'×'.join(map(str, sample))} in {options.precision}; and what fits {budget / 1e9:.1f} GB,"
-    )
-    print("nine tenths of the card, the rest being for CUDA and its libraries:")
+        stop(f"--{error}")
     print(f"{'engine':<8}{f'a batch of {batch_size}':>18}{'largest batch':>16}", flush=True)
-    estimate = predict(model, (batch_size, *sample), **settings)
-    for engine in ("plain", "shared"):
-        step = estimate.held + estimate.by_engine[engine].tensor_peak + estimate.spare
-        twin = copy.deepcopy(model)
-        make_efficient(twin, engine)
-        try:
-            largest = f"{largest_batch(twin, sample[1:], budget, **settings):,}"
-        except ValueError:  # not even a batch of one
-            largest = "none"
-        print(f"{engine:<8}{f'{step / 2**30:.2f} GiB':>18}{largest:>16}", flush=True)
+    for fit in what_fits(model, sample[1:], card, **settings):
+        largest = f"{fit.largest_batch:,}" if fit.largest_batch else "none"
+        print(f"{fit.engine:<8}{f'{fit.sizes[batch_size] / 2**30:.2f} GiB':>18}{largest:>16}", flush=True)
     print(flush=True)
 
 

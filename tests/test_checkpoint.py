@@ -132,7 +132,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_results_behave_as_in_the_plain_call(case):
-    """With a leaf of the graph, one that requires no gradient, and a computed tensor."""
+    """The inputs are a leaf of the graph, one that requires no gradient, and a computed tensor."""
     inputs = [tensor(2, 3).requires_grad_(needed) for needed in (True, False, True)]
     actual, expected = (
         outcome(lambda a, b, c, run=run: run(CASES[case], a, b, c * 1), inputs) for run in (checkpoint, plain_call)
@@ -462,7 +462,7 @@ def test_a_functorch_transform_and_disabled_hooks_call_straight_through():
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_fake_and_meta_tensors(kind):
-    """As tools use them that predict shapes and memory."""
+    """Tools that predict shapes and memory use them."""
     with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4))
         net[2].register_forward_hook(lambda module, args, output: output * 2)

@@ -80,7 +80,7 @@ def _step(parameter):
 
 
 def test_parameters_may_be_stepped_during_the_backward():
-    """As fused optimizers do: the second layer has its step before the first is recomputed."""
+    """Fused optimizers do that: the second layer has its step before the first is recomputed."""
     results = []
     for run in (plain_call, checkpoint):
         torch.manual_seed(0)

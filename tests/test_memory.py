@@ -71,7 +71,7 @@ print(*measure(lambda: torch.ones(10**7).sum()), *measure(lambda: torch.ones(10*
 
 
 def test_the_high_water_mark_where_there_is_no_proc(monkeypatch):
-    """It is getrusage's; without either there is none."""
+    """The mark of getrusage counts; without that there is none."""
     monkeypatch.setattr(peaks.Path, "exists", lambda path: False)
     assert 10**7 < peaks.high_water_mark() < 10**12
     monkeypatch.setitem(sys.modules, "resource", None)

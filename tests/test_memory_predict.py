@@ -1,5 +1,8 @@
 """The memory of a step as it is predicted from sizes, beside the memory of the step itself."""
 
+import copy
+import json
+import re
 import warnings
 from functools import partial
 
@@ -14,6 +17,7 @@ from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet.engine import choose
 from efficient_densenet.memory import __main__ as command
 from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory.budget import total_memory_of_step
 from efficient_densenet.memory.optimizer_state import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
 from efficient_densenet.models import zoo
@@ -130,7 +134,7 @@ def test_an_estimate_in_parts():
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_features_are_saved_by_the_stage_that_makes_them(engine):
-    """Rather than by the part of the model before it, whose parameters were used last."""
+    """The part of the model before, whose parameters were used last, does not get them."""
     model, pixels = DenseNet(12, (6, 6), small_inputs=False, efficient=engine), 8 * 16 * 16
     first, second, third, _ = MetaModel(model, device="cpu").training_step((8, 3, 64, 64)).stages
     assert (first.name, second.name) == ("features.conv0 + norm0", "features.denseblock1 + transition1")
@@ -159,7 +163,7 @@ def test_every_engine_is_predicted_in_half_precision_on_a_gpu(precision):
 
 
 def test_a_step_on_an_h100():
-    """What an H100 measured (benchmarks/results): 575.7 MiB in TF32, cuDNN's workspaces included."""
+    """An H100 measured 575.7 MiB in TF32, cuDNN's workspaces included (benchmarks/results)."""
     pytest.importorskip("triton")
     with torch.device("meta"):
         model = create_model("densenet_bc_100_12")
@@ -185,17 +189,17 @@ def test_a_trace_is_as_long_for_any_batch(device, dtype):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer(name):
-    """By its name, by a function, and by an optimizer that trains already, whose state is not touched."""
+    """The optimizer is given by name, by a function, or as one that trains already, whose state is not touched."""
     model = DenseNet(4, (2,))
     real = OPTIMIZERS[name](model.parameters())
     F.cross_entropy(model(torch.randn(2, 3, 8, 8)), torch.zeros(2, dtype=torch.long)).backward()
     real.step()
-    state = [value.clone() for each in real.state.values() for value in each.values() if value is not None]
-    expected = sum(value.nbytes for value in state if value.dim())
+    before = copy.deepcopy(real.state_dict())
+    tensors = [value for state in before["state"].values() for value in state.values() if value is not None]
+    expected = sum(value.nbytes for value in tensors if value.dim())
     for optimizer in (name, OPTIMIZERS[name], real):
         assert MetaModel(model, optimizer=optimizer).persistent.optimizer_state == expected
-    after = [value for each in real.state.values() for value in each.values() if value is not None]
-    assert all(map(torch.equal, after, state))
+    torch.testing.assert_close(real.state_dict(), before, rtol=0, atol=0)
     assert MetaModel(model).persistent.optimizer_state == 0
 
 
@@ -214,20 +218,15 @@ def test_optimizers_before_their_first_step():
         MetaModel(model.requires_grad_(False)).training_step((2, 3, 8, 8))
 
 
+def _fail(tensor: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("a hook of saved tensors was called")
+
+
 def test_the_contexts_of_the_caller_and_forwards_that_are_set_on_modules_do_nothing():
     model, shape = DenseNet(4, (2, 2)), (2, 3, 8, 8)
     expected = MetaModel(model).training_step(shape).tensor_peak
-
-    def fail(tensor: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("a hook of saved tensors was called")
-
-    for context in (
-        torch.no_grad(),
-        torch.inference_mode(),
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(fail, fail),
-        meta_stands_for("cuda"),
-    ):
+    autocast, hooks = torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(_fail, _fail)
+    for context in (torch.no_grad(), torch.inference_mode(), autocast, hooks, meta_stands_for("cuda")):
         with context:
             assert MetaModel(model).training_step(shape).tensor_peak == expected
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)  # of the original, whose tensors have data
@@ -236,24 +235,27 @@ def test_the_contexts_of_the_caller_and_forwards_that_are_set_on_modules_do_noth
 
 def test_the_model_and_the_random_numbers_are_left_alone():
     """Hooks are not called, buffers do not change, and a warning that is due comes with the real step."""
-    model = DenseNet(4, (2, 2), drop_rate=0.5)
-    called: list[str] = []
-    model.features.denseblock1.register_forward_hook(lambda *_: called.append("block"))
-    model.features.denseblock2.denselayer1.register_forward_hook(lambda *_: called.append("layer"))
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random_state = torch.get_rng_state()
+    model, called = DenseNet(4, (2, 2), drop_rate=0.5), []
+    for name in ("denseblock1", "denseblock2.denselayer1"):
+        model.features.get_submodule(name).register_forward_hook(lambda *_: called.append("hook"))
+    before, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predict(model, (2, 3, 8, 8), device="cpu")
     assert called == []
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert all(p.grad is None for p in model.parameters())
     with pytest.warns(UserWarning, match="falling back from engine 'shared'"):
         model(torch.randn(2, 3, 8, 8))
 
 
 # Errors
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()
 
 
 @pytest.mark.parametrize(
@@ -265,22 +267,16 @@ def test_the_model_and_the_random_numbers_are_left_alone():
         ({"optimizer": "lamb"}, "optimizer is 'lamb', but must be one of sgd"),
         ({"device": "xpu"}, "device is 'xpu', but memory is known on 'cpu' and 'cuda' only"),
         ({"model": nn.LazyLinear(3)}, "found parameters without a size: run the model once"),
+        ({"model": Counts()}, "so the memory of a step is not known"),
+        ({"model": "densenet121"}, "memory needs a module"),
     ],
 )
 def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         predict(**{"model": DenseNet(4, (2,)), "input_shape": (2, 3, 8, 8)} | arguments)
 
 
-def test_models_whose_memory_is_not_known():
-    class Counts(nn.Module):
-        def forward(self, x):
-            return x * x.sum().item()
-
-    with pytest.raises(TypeError, match="memory needs a module"):
-        predict("densenet121", (2, 3, 8, 8))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="so the memory of a step is not known"):
-        predict(Counts(), (2, 3))
+def test_an_engine_that_cannot_run_a_model_is_named():
     model = DenseNet(4, (2,), efficient="checkpoint")
     model.features.denseblock1.denselayer1.norm1 = nn.InstanceNorm2d(24)  # pyright: ignore[reportAttributeAccessIssue]
     estimate = predict(model, (2, 3, 8, 8), device="cpu")
@@ -290,7 +286,7 @@ def test_models_whose_memory_is_not_known():
 
 
 def test_tensors_on_the_meta_device_beside_others_are_an_error():
-    """And not a kernel that reads address 0."""
+    """No kernel reads address 0."""
     model = DenseNet(4, (2,))
     if kernels.numba_supports(torch.empty(1)):
         model.features.denseblock1.denselayer1.norm1.to("meta")
@@ -317,3 +313,26 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
             command.main([*words[:4], size, "--device", "cpu"])
+
+
+def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
+    """Of volumes: one image more would not fit."""
+    monkeypatch.setitem(zoo.VARIANTS, "tiny", zoo.VARIANTS["densenet_bc_100_12"] | {"block_config": (2, 2)})
+    words = ["--in_channels", "2", "--num_classes", "3", "--dims", "3", "--image_size", "16", "8", "12"]
+    command.main(["tiny", "--card", "0.75GB", *words, "--json", "--picture", str(tmp_path / "card.png")])
+    content = json.loads(capsys.readouterr().out)
+    assert content["usable"] == 0.95 * 750_000_000 - 600 * 2**20
+    rows = [(fit["engine"], fit["precision"]) for fit in content["fits"]]
+    assert rows == [("plain", "float32"), ("shared", "float32"), ("plain", "bf16"), ("shared", "bf16")]
+    for fit in content["fits"]:
+        model = create_model("tiny", efficient=fit["engine"], in_channels=2, num_classes=3, dims=3)
+        traced = MetaModel(model, optimizer="sgd", precision=fit["precision"], device="cuda")
+        sizes = [total_memory_of_step(traced, (fit["largest_batch"] + i, 2, 16, 8, 12)) for i in (0, 1)]
+        assert fit["peak"] == sizes[0] <= content["usable"] < sizes[1]
+    assert (tmp_path / "card.png").stat().st_size > 10_000
+    command.main(["tiny", "--card", "700MB", "--precision", "bf16", "--engine", "plain", "--image_size", "512"])
+    printed = capsys.readouterr().out
+    assert "are for training:\n600 MiB are left to CUDA's context and kernels" in printed
+    assert re.search(r"\nplain +bf16 +none; of one +\d+ MiB\n$", printed)
+    with pytest.raises(SystemExit, match="error: card is 'big', but must be a number of bytes"):
+        command.main(["tiny", "--card", "big"])

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import is_checkpointing, is_checkpointing_disabled, is_recomputing
 from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
-from .hooks import may_stop_early
+from ..norms.batch_norm import update_once
+from .hooks import fire_once, may_stop_early
 from .parameters import function_name, reachable_modules, with_submodules
 from .recomputable import DEFAULTS, ContextFn, Options, RecomputableCall, flatten
 
@@ -100,7 +101,8 @@ def checkpoint_call(
     if any(map(_is_lazy, modules)):
         return function(*args, **kwargs)  # whose parameters get their sizes now
     for module in modules:
-        options.prepare(module)
+        fire_once(module)
+        update_once(module)
     call = RecomputableCall(function, leaves, spec, modules, options)
     early_stop = options.early_stop and may_stop_early(modules)
     with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):

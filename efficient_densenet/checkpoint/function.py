@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .call import checkpoint_call
 from .parameters import function_name
-from .recomputable import Options
 
 
 class CheckpointFunction:
@@ -34,8 +33,4 @@ class CheckpointFunction:
                 "must be tensors: bind it with functools.partial, or use checkpoint, which accepts arguments of any "
                 "type"
             )
-        return checkpoint_call(function, args[:n], {}, _OPTIONS)
-
-
-_OPTIONS = Options(changes_custom_norms=False)
-"""Code for such a function may have norms that update once themselves, of a class that `adapt` looks for."""
+        return checkpoint_call(function, args[:n], {})

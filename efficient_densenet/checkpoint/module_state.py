@@ -14,7 +14,7 @@ from .parameters import function_name
 
 
 class _Snapshot(NamedTuple):
-    """What a recomputation restores of a module. `hooks` are as in `hook_dicts`, or empty where it has none."""
+    """The state of a module that a recomputation restores. `hooks` are as in `hook_dicts`, or empty without hooks."""
 
     training: bool
     attributes: dict[str, Any]

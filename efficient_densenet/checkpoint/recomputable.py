@@ -16,8 +16,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
 from .._torch_private import is_part_of_leaf, tensor_hooks, top_saved_tensors_hooks
-from ..norms.batch_norm import TORCH_CLASSES, update_once
-from .hooks import fire_once
 from .module_state import ModuleState, modules_restored
 from .states import GeneratorStates, default_generators, host_generators
 
@@ -26,7 +24,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 @dataclass
 class Options:
-    """The options of `checkpoint`, and whether it changes the classes of norms that are none of torch's own."""
+    """The options of `checkpoint`."""
 
     preserve_rng_state: bool = True
     generators: Sequence[torch.Generator] = ()
@@ -35,13 +33,6 @@ class Options:
     context_fn: ContextFn | None = None
     determinism_check: str = "default"
     debug: bool = False
-    changes_custom_norms: bool = True
-
-    def prepare(self, module: nn.Module) -> None:
-        """Let the forward hooks of a module fire once, and let it update running statistics once if it is a norm."""
-        fire_once(module)
-        if self.changes_custom_norms or type(module) in TORCH_CLASSES.values():
-            update_once(module)
 
 
 DEFAULTS = Options()

@@ -1,9 +1,11 @@
-"""The memory of a training step of a model of the zoo, without running it:
+"""The memory of a training step of a model of the zoo, and what fits a card, without running it:
 
 python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224 --budget 8GiB
+python -m efficient_densenet.memory densenet121 --card 8GB --in_channels 1 --num_classes 14 --image_size 512
 """
 
 import argparse
+import json
 import logging
 import sys
 from typing import Any
@@ -11,11 +13,13 @@ from typing import Any
 import torch
 
 from ..engine.choose import Engine
+from ..models.base import DenseModel
 from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
 from .budget import BudgetPlan, Planner, batch_that_fits, keep
+from .card import describe_card, usable, what_fits
 from .optimizer_state import OPTIMIZERS
 from .peaks import tensor_peak
-from .picture import draw
+from .picture import draw, draw_card
 from .predict import predict
 from .sizes import format_bytes, parse_bytes
 from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger
@@ -35,9 +39,13 @@ def main(words: list[str] | None = None) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     with torch.device("meta"):
-        model = create_model(options.model, efficient=options.engine)
-    size = options.image_size or (32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224)
-    image_shape = (model.in_channels, *[size] * model.dims)
+        model = _build(options)
+    usual = 32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224
+    sides = options.image_size or [usual]
+    image_shape = (model.in_channels, *(sides * model.dims if len(sides) == 1 else sides))
+    if options.card is not None:
+        _report_card(options, model, image_shape)
+        return
     shape = (options.batch_size, *image_shape)
     settings: dict[str, Any] = {key: getattr(options, key) for key in ("optimizer", "precision", "device")}
     plan = None
@@ -60,11 +68,43 @@ def _report(options: argparse.Namespace) -> None:
         print(f"\npicture: {options.picture}")
 
 
+def _build(options: argparse.Namespace) -> DenseModel:
+    given = {name: getattr(options, name) for name in ("in_channels", "num_classes", "dims")}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    return create_model(options.model, efficient=options.engine, **arguments)
+
+
+def _report_card(options: argparse.Namespace, model: DenseModel, image_shape: tuple[int, ...]) -> None:
+    """Print a row for each engine and precision when it is known."""
+    found = []
+    if not options.json:
+        print(f"{options.model} on {'×'.join(map(str, image_shape))}, optimizer {options.optimizer};")
+        print(
+            f"{describe_card(options.card)}\n\n{'engine':12}{'precision':12}{'largest batch':>14}{'peak':>12}",
+            flush=True,
+        )
+    engines = ["plain", "shared"] if options.engine is True else [options.engine]
+    precisions = [options.precision] if options.precision else ["float32", "bf16"]
+    settings: dict[str, Any] = {"engines": engines, "precisions": precisions, "optimizer": options.optimizer}
+    for fit in what_fits(model, image_shape[1:], options.card, **settings):
+        found.append(fit)
+        if not options.json:
+            batch = f"{fit.largest_batch:,}" if fit.largest_batch else "none; of one"
+            print(f"{fit.engine:12}{fit.precision:12}{batch:>14}{format_bytes(fit.peak):>12}", flush=True)
+    if options.json:
+        sizes = {"card": parse_bytes("card", options.card), "usable": usable(options.card)}
+        fits = [{**each._asdict(), "peak": each.peak} for each in found]
+        print(json.dumps({"input": image_shape, **sizes, "fits": fits}, indent=2))
+    if options.picture is not None:
+        draw_card(found, options.picture, options.card, f"{options.model} on {'×'.join(map(str, image_shape))}")
+        print(f"\npicture: {options.picture}", file=sys.stderr)
+
+
 def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: str, plan: BudgetPlan | None) -> int:
     """The tensor peak of a real step."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("found --measure without a GPU: add --device cpu")
-    model = create_model(options.model, efficient=options.engine).to(device)
+    model = _build(options).to(device)
     if plan is not None:
         keep(model, plan)
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
@@ -84,11 +124,18 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("model", metavar="model", choices=[*VARIANTS, *FC_VARIANTS], help="a model of the zoo")
     parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--image_size", type=int, help="height and width; by default what the model was made for")
+    parser.add_argument(
+        "--image_size", type=int, nargs="+", help="one number for all sides, or each; by default of the model's data"
+    )
+    parser.add_argument("--in_channels", type=int, help="channels of the input")
+    parser.add_argument("--num_classes", type=int)
+    parser.add_argument("--dims", type=int, choices=[1, 2, 3], help="3 for volumes, 1 for signals")
+    parser.add_argument("--card", metavar="8GB", help="print the largest batches that fit a GPU of this memory")
+    parser.add_argument("--json", action="store_true", help="print what fits a card as JSON")
     parser.add_argument("--budget", help="bytes such as 8GiB: what a step within them saves instead of recomputing it")
     parser.add_argument("--engine", default=True, choices=[each.value for each in Engine])
     parser.add_argument("--optimizer", default="sgd", choices=list(OPTIMIZERS))
-    parser.add_argument("--precision", default="float32", choices=list(PRECISIONS), help="autocast's dtype")
+    parser.add_argument("--precision", choices=list(PRECISIONS), help="autocast's dtype; by default float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU, if there is one")
     parser.add_argument("--measure", action="store_true", help="run a step, and print its peak beside the predicted")
     parser.add_argument("--picture", metavar="FILE", help="draw the memory over the step")

@@ -29,7 +29,7 @@ multiplications than that is faster to recompute. (Measured on CPUs.)"""
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What a budget allows.
+    """A plan for the layers whose bottlenecks a budget allows to save.
 
     Attributes:
         budget: in bytes.
@@ -74,7 +74,10 @@ def set_memory_budget(
         budget: bytes, or a text such as "6GiB", for all that `MemoryEstimate.total` has: parameters, gradients, the
             optimizer's state, the batch, the tensors of a step, and what libraries may take.
         input_shape: of a batch; smaller batches need less.
-        optimizer, precision, device, loss: as in `predict`.
+        optimizer: as in `predict`.
+        precision: as in `predict`.
+        device: as in `predict`.
+        loss: as in `predict`.
 
     A budget in which no step is possible, which is one below `predict(...).total` of a model that saves no bottleneck,
     raises ValueError, and leaves the model as it is.
@@ -116,7 +119,7 @@ def largest_batch(
     size = parse_bytes("budget", budget)
     check_module("largest_batch", model)
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
-    shape = _image_shape(traced, image_size)
+    shape = image_shape(traced, image_size)
     found = batch_that_fits(traced, shape, size)
     if found == 0:
         least = total_memory_of_step(traced, (1, *shape))
@@ -188,12 +191,16 @@ class Planner:
         return found
 
 
-def batch_that_fits(traced: MetaModel, image_shape: Shape, budget: int, at_most: int = 1 << 30) -> int:
-    """The largest batch of which a step fits the budget, 0 if there is none.
+def batch_that_fits(
+    traced: MetaModel, image_shape: Shape, budget: int, at_most: int = 1 << 30, tried: dict[int, int] | None = None
+) -> int:
+    """The largest batch of which a step fits the budget, 0 if there is none. `tried` gets the bytes of each that was
+    tried.
 
     The memory grows almost linearly: tried next is where the line through two known sizes reaches the budget.
     """
-    known = {count: total_memory_of_step(traced, (count, *image_shape)) for count in (2, 3)}
+    known = {} if tried is None else tried
+    known |= {count: total_memory_of_step(traced, (count, *image_shape)) for count in (2, 3)}
     fits, too_large = 0, at_most + 1
     while True:
         fits = max([fits, *(count for count, size in known.items() if size <= budget and count <= at_most)])
@@ -221,7 +228,7 @@ def total_memory_of_step(traced: MetaModel, input_shape: Shape) -> int:
     return traced.total(input_shape, peak)
 
 
-def _image_shape(traced: MetaModel, image_size: int | Sequence[int]) -> tuple[int, ...]:
+def image_shape(traced: MetaModel, image_size: int | Sequence[int]) -> tuple[int, ...]:
     """The channels and the sides of an input: the channels of the first convolution with which the forward runs."""
     convs = [module for module in traced.model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]
     if not convs:

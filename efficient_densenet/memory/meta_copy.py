@@ -57,4 +57,4 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _no_hook(*arguments: Any, **keywords: Any) -> None:
-    """In the place of a hook."""
+    """A function that takes the place of a hook."""

@@ -6,10 +6,14 @@ from itertools import groupby
 from pathlib import Path
 
 from .._extras import need
+from .card import CardFit, usable
 from .predict import MemoryEstimate
+from .sizes import format_bytes, parse_bytes
 from .trace import Moment
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#56b4e9", "#cc79a7")
+"""Okabe and Ito's colors, which color-blind people tell apart."""
 Visit = tuple[str, bool, int]
 """A part's name, whether it runs in the backward, and how many times it ran there before."""
 
@@ -47,6 +51,29 @@ def draw(estimate: MemoryEstimate, path: str | Path, budget: int | None = None) 
     above.set_title(f"{'×'.join(map(str, estimate.input_shape))}: the forward, from the dotted line on the backward")
     for axes in (above, below):
         axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+def draw_card(fits: Sequence[CardFit], path: str | Path, card: int | str, title: str) -> None:
+    """Write an image file with the memory of a step against the batch, up to the largest batch that fits a card."""
+    need("matplotlib", extra="demos")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for fit, color in zip(fits, COLORS * len(fits), strict=False):
+        batches = [min(fit.sizes), max(fit.largest_batch, 1)]
+        label = f"{fit.engine}, {fit.precision}: {fit.largest_batch:,}"
+        axes.plot(batches, [fit.sizes[each] / _GIB for each in batches], color=color, label=label)
+        axes.plot(batches[1], fit.peak / _GIB, "o", color=color)
+    size = parse_bytes("card", card)
+    for bytes_, name, style in ((size, "the card", "-"), (usable(card), "left for training", "--")):
+        axes.axhline(bytes_ / _GIB, color="0.3", linestyle=style)
+        axes.text(0, bytes_ / _GIB, f" {name}, {format_bytes(bytes_)}", va="bottom", color="0.3", fontsize="small")
+    axes.set(xlabel="images in a batch", ylabel="memory of a training step, GiB", title=title)
+    axes.set(xlim=(0, None), ylim=(0, 1.1 * size / _GIB))
+    axes.legend(title="engine, precision: largest batch", loc="lower right", frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 

@@ -1,4 +1,4 @@
-"""How much memory a training step takes, in numbers and as a table."""
+"""The memory of a training step, in numbers and as a table."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ class MemoryEstimate:
 
     @property
     def held(self) -> int:
-        """What is held before a step: the persistent memory and the batch."""
+        """The bytes that are held before a step: the persistent memory and the batch."""
         return self.persistent.total + self.inputs
 
     def __str__(self) -> str:

@@ -25,13 +25,13 @@ def parse_bytes(name: str, value: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """With four digits, as "1.234 GiB"."""
+    """A size as a text of four digits, such as "1.234 GiB"."""
     unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if abs(size) >= UNITS[unit]), "B")
     number = size / UNITS[unit]
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.{max(0, 3 - len(str(int(abs(number)))))}f} {unit}"
 
 
 def at_least(size: int) -> str:
-    """As "734 MiB", rounded up, so that it says enough."""
+    """A size as a text such as "734 MiB", rounded up, so that it is enough."""
     unit = "MiB" if size >= UNITS["MiB"] else "KiB"
     return f"{-(-size // UNITS[unit])} {unit}"

@@ -23,12 +23,12 @@ from .optimizer_state import OptimizerLike, optimizer_state
 from .trace import MemoryMode, MemoryTrace, tensors_of
 
 logger = logging.getLogger(__name__)
-"""Says what is traced, which takes about a second each."""
+"""Logger with a line for each step that is traced, which takes about a second."""
 
 MARGIN = 0.01
 """The share of a step's peak that libraries may take inside of operations, in tensors of their own."""
 CUDNN_WORKSPACE = 40 << 20
-"""What cuDNN may take, in bytes: it took up to 37 MiB on an H100."""
+"""Bytes that cuDNN may take: it took up to 37 MiB on an H100."""
 
 _TOO_LARGE = "found a tensor of 2^63 bytes or more: give a smaller batch or smaller images"
 
@@ -89,7 +89,7 @@ class StepMemory:
 
     @property
     def scratch(self) -> int:
-        """What the worst moment holds besides the features."""
+        """The bytes that the worst moment holds besides the features."""
         return self.tensor_peak - self.features
 
 
@@ -146,7 +146,7 @@ class MetaModel:
         return self.persistent.total + self.input_bytes(input_shape) + tensor_peak + self.spare(tensor_peak)
 
     def spare(self, tensor_peak: int) -> int:
-        """What libraries may take besides tensors."""
+        """The bytes that libraries may take besides tensors."""
         return round(MARGIN * tensor_peak) + (CUDNN_WORKSPACE if self.device_type == "cuda" else 0)
 
     def training_step(self, input_shape: Shape) -> StepMemory:

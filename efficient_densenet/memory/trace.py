@@ -141,7 +141,7 @@ class MemoryMode(TorchDispatchMode):
 
 
 def _temporary_bytes(operation: Any, args: tuple[Any, ...], output: Any) -> int:
-    """What a CPU's operation allocates and frees itself."""
+    """The bytes that an operation on a CPU allocates and frees itself."""
     if operation in _CONVOLUTIONS:
         return _convolution_workspace(operation is _aten.convolution_backward, args, output)
     if operation in _ELEMENTWISE:
@@ -163,7 +163,7 @@ def _conversions(operands: list[Tensor], output: Tensor) -> int:
 
 
 def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any) -> int:
-    """What a convolution needs meanwhile: by oneDNN its operands in another memory format, by im2col the columns."""
+    """The bytes of a convolution's workspace: its operands in oneDNN's memory format, or the columns of im2col."""
     grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
     _, in_channels, *kernel_size = weight.shape
     taps = math.prod(kernel_size)
