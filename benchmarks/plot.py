@@ -34,8 +34,6 @@ COLORS = {
     "torchvision": "#c07a1e",
     "torchvision_efficient": "#c07a1e",
     "torchvision_converted": "#8a5a1e",
-    "timm": "#0f9aa8",
-    "timm_efficient": "#0f9aa8",
     "compile_plain": "#d0569b",
     "compile_shared": "#8a2f63",
     "graph_plain": "#e08e79",
