@@ -1,6 +1,6 @@
 """The configurations that are measured, and the methods that are compared in each.
 
-The methods are DenseNets of this package, torchvision and timm; ours compiled, or as CUDA graphs.
+The methods are DenseNets of this package and of torchvision; ours compiled, or as CUDA graphs.
 """
 
 import importlib
@@ -143,14 +143,8 @@ def _torchvision_converted(arguments: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _timm(arguments: dict[str, Any], memory_efficient: bool) -> nn.Module:
-    shape = {name: arguments[name] for name in ("growth_rate", "block_config", "num_classes")}
-    model = importlib.import_module("timm.models.densenet").DenseNet(**shape, memory_efficient=memory_efficient)
-    return _with_small_stem(arguments, model)
-
-
 def _with_small_stem(arguments: dict[str, Any], model: Any) -> nn.Module:
-    """Replace the ImageNet stem, the only one of both libraries, by a single 3×3 convolution for small inputs."""
+    """Replace the ImageNet stem, the only one of torchvision, by a single 3×3 convolution for small inputs."""
     if arguments["small_inputs"]:
         model.features.conv0 = nn.Conv2d(3, arguments["num_init_features"], 3, padding=1, bias=False)
         for name in {"norm0", "relu0", "pool0"} & set(model.features._modules):
@@ -168,8 +162,6 @@ METHODS: dict[str, Method] = {
     "torchvision": Method(partial(_torchvision, memory_efficient=False), "torchvision"),
     "torchvision_efficient": Method(partial(_torchvision, memory_efficient=True), "torchvision"),
     "torchvision_converted": Method(_torchvision_converted, "torchvision"),
-    "timm": Method(partial(_timm, memory_efficient=False), "timm"),
-    "timm_efficient": Method(partial(_timm, memory_efficient=True), "timm"),
     "graph_plain": Method(partial(_ours, efficient="plain"), as_cuda_graph=True),
     "graph_shared": Method(partial(_ours, efficient="shared"), as_cuda_graph=True),
     "compile_plain": Method(partial(_compiled, efficient="plain")),
@@ -206,8 +198,6 @@ def unavailable_reason(name: str, setting: Setting) -> str | None:
         return f"{package} is not installed"
     model, arguments = setting.model, architecture(setting.model)
     is_standard = arguments["bn_size"] == 4 and arguments["compression"] == 0.5
-    if package in ("torchvision", "timm") and not is_standard:
+    if package == "torchvision" and not is_standard:
         return f"{package} has no DenseNet without bottlenecks or compression, as {model} is"
-    if package == "timm" and arguments["num_init_features"] != 2 * arguments["growth_rate"]:
-        return f"timm's stem has 2 × growth_rate channels, and the stem of {model} has not"
     return None

@@ -111,7 +111,7 @@ tests=(tests/test_triton_kernels.py tests/test_triton_stem.py)
 tests+=(tests/test_fused_stem.py tests/test_triton_launch.py tests/test_cuda_graph.py)
 graphs=plain,shared,graph_plain,graph_shared
 compiled=compile_plain,compile_shared
-others=official,checkpoint,shared_keep,torchvision_efficient,timm_efficient
+others=official,checkpoint,shared_keep,torchvision_efficient
 if [[ -z $python ]]; then
     echo "error: found neither python3 nor python: name an interpreter that has torch with PYTHON=..." >&2
     exit 1

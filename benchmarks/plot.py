@@ -34,8 +34,6 @@ COLORS = {
     "torchvision": "#e69f00",
     "torchvision_efficient": "#e69f00",
     "torchvision_converted": "#8a5a1e",
-    "timm": "#a8a000",
-    "timm_efficient": "#a8a000",
     "compile_plain": "#a65400",
     "compile_shared": "#4b5fa5",
     "graph_plain": "#f0a884",

@@ -3,15 +3,12 @@
 `test_matches_plain` has their numbers.
 """
 
-import copy
-
 import pytest
 import torch
 from helpers import ACTIVATIONS, assert_close
 from torch import nn
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine import choose
 from efficient_densenet.kernels.activations import TABLE, ActivationSpec, spec_of
 
 
@@ -74,28 +71,6 @@ def test_an_unknown_activation_is_refused():
         DenseNet(activation=nn.functional.silu)
     with pytest.raises(TypeError, match="which returns 3, not a module"):
         DenseNet(activation=lambda: 3)
-
-
-@pytest.mark.parametrize("name", ["elu", "silu", "gelu", "mish"])
-def test_small_norm_weights_lose_no_digits(name):
-    """The error of new features in float32, relative to their size, is at most twice plain's."""
-    model = DenseNet(8, (4,), num_init_features=8, activation=name, efficient="plain").double()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.constant_(module.weight, 1e-4)
-    x = torch.randn(4, 8, 12, 12, dtype=torch.double)
-    exact = model.features.denseblock1(x)[:, 8:]
-    errors = []
-    for engine in ("plain", "shared"):
-        block = copy.deepcopy(model).set_engine(engine).float().features.denseblock1
-        errors.append((block(x.float().requires_grad_())[:, 8:].double() - exact).norm() / exact.norm())
-    assert errors[1] <= 2 * errors[0] + 2e-7
-
-
-def test_a_new_forward_of_pytorchs_class_is_called(monkeypatch):
-    model = DenseNet(4, (2,), activation=nn.ReLU6)
-    monkeypatch.setattr(nn.ReLU6, "forward", lambda self, z: 2 * z)
-    assert "ReLU6.forward" in choose.why_not(choose.Engine.SHARED, model.features.denseblock1, torch.randn(2, 8, 4, 4))
 
 
 def test_timm_s_classes_are_pytorchs_functions():

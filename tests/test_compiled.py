@@ -125,14 +125,6 @@ def test_training_is_one_graph_of_stages_and_matches_plain(case):
         assert not re.search(r"\b(conv2d|batch_norm|cat|avg_pool2d|dropout)\b", " ".join(names))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("engine", ["checkpoint", "plain"])
-def test_other_engines_match_plain(engine):
-    plain = small_model("bc", efficient=False)
-    ours = with_engine(plain, engine)
-    _train_alike(ours, plain, random_images("bc"), _compiled(ours, fullgraph=False))
-
-
 def test_sizes_modes_engines_and_settings_changed_after_compiling_are_noticed():
     """A second size makes one graph for all sizes; a second change of a number is not taken for any number."""
     plain = small_model("bc", efficient=False, block_config=(1,), drop_rate=0.2)

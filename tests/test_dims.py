@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_step, relative_error, small_model, use_kernels, with_engine
+from helpers import assert_same_step, relative_error, small_model, use_kernels, with_engine
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -70,18 +70,6 @@ def test_parameter_names_and_channels_match_2d(dims, small_inputs):
     for name, tensor in state_dict.items():
         expected = state_dict_2d[name].shape
         assert tensor.shape == (expected if len(expected) < 4 else (*expected[:2], *[expected[2]] * dims))
-
-
-def test_1d_model_matches_2d_model_on_images_of_one_column():
-    """The 1d weight is the middle column of the 2d one, whose other columns only meet padding."""
-    model_1d, model_2d = _small(1, block_config=(2,)), _small(2, block_config=(2,))
-    for name, parameter in model_2d.named_parameters():
-        weight_1d = model_1d.get_parameter(name).detach()
-        with torch.no_grad():
-            parameter.copy_(weight_1d[..., None].expand_as(parameter) if parameter.dim() == 4 else weight_1d)
-    x = _input(3, (12,))
-    for engine in ("plain", "shared"):
-        assert_close(model_1d.set_engine(engine)(x), model_2d.set_engine(engine)(x[..., None]))
 
 
 @pytest.mark.parametrize("dims", [0, 2.5, "3d", None])

@@ -160,18 +160,6 @@ def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
             gradients(with_engine(plain, engine))
 
 
-@pytest.mark.filterwarnings("ignore:.*falling back.*")
-@pytest.mark.parametrize("family", ["bc", "imagenet"])
-def test_vmap_over_the_parameters_of_an_ensemble(family):
-    models, x = [small_model(family, efficient=True).eval() for _ in range(2)], random_images(family)
-    state = torch.func.stack_module_state(models)
-    outputs = torch.func.vmap(lambda *state: torch.func.functional_call(models[0], state, (x,)))(*state)
-    for output, model in zip(outputs, models, strict=True):
-        assert_close(output, model(x))
-    with torch.no_grad():
-        assert_close(torch.func.vmap(models[0])(x.unsqueeze(1)).squeeze(1), models[0](x))
-
-
 @pytest.mark.parametrize("family", ["basic", "imagenet"])
 @pytest.mark.parametrize("engine", ["checkpoint", "shared"])
 def test_parameters_that_functional_call_swaps_get_gradients_or_raise(engine, family):

@@ -11,9 +11,11 @@ A test that fails without the defect too does not count.
 import argparse
 import ast
 import csv
+import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,10 +25,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tools" / "defects.txt"
 FOLDERS = "efficient_densenet", "demos"
 COLUMNS = ("defect", "tier", "caught_by", "seconds")
+IMPORTED = "torch._dynamo", "torch.distributed.fsdp", "torchvision"
+"""Modules that most tests need and that take long to import."""
 LIMIT = 1800
 """Seconds that one command of tests may take: a defect may well make something wait for ever."""
 
@@ -140,22 +146,39 @@ class Copy:
 
     def _first_failure(self, marker: str, files: list[str]) -> str | None:
         left_out = [word for name in sorted(self.failing) for word in ("--deselect", name)]
-        try:
-            done = self._pytest(marker, files, "-x", *left_out)
-        except subprocess.TimeoutExpired:
-            return f"no end within {LIMIT} s of {' '.join(files)}"
-        failed = _failed(done.stdout)
+        words = "-q", "-rfE", "-p", "no:cacheprovider", "-m", marker, "-x", *left_out, *files
+        with tempfile.TemporaryFile("w+") as printed:
+            status = self._pytest(printed.fileno(), *words)
+            printed.seek(0)
+            failed = _failed(printed.read())
         if failed:
             return failed[0]
+        if status is None:
+            return f"no end within {LIMIT} s of {' '.join(files)}"
         # 0: all passed; 5: there was none. Anything else is an interpreter or a collection that broke down.
-        return None if done.returncode in (0, 5) else f"exit status {done.returncode} of {' '.join(files)}"
+        return None if status in (0, 5) else f"exit status {status} of {' '.join(files)}"
 
-    def _pytest(self, marker: str, files: list[str], *words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "-m", marker, *words, *files]
-        environment = os.environ | {"PYTHONPATH": str(self.folder)}
-        return subprocess.run(
-            command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False
-        )
+    def _pytest(self, output: int, *words: str) -> int | None:
+        """The exit status of pytest in a fork, which need not import PyTorch again; None if it takes too long."""
+        child = os.fork()
+        if child == 0:
+            os.setpgid(0, 0)
+            os.dup2(output, 1), os.dup2(output, 2)
+            os.chdir(self.folder)
+            os.environ["PYTHONPATH"] = str(self.folder)
+            sys.path.insert(0, str(self.folder))
+            status = int(pytest.main([*words]))
+            sys.stdout.flush()
+            os._exit(status)
+        end = time.monotonic() + LIMIT
+        while time.monotonic() < end:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.1)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return None
 
 
 def _failed(printed: str) -> list[str]:
@@ -164,6 +187,8 @@ def _failed(printed: str) -> list[str]:
 
 def run(chosen: list[Defect], table: Path) -> int:
     """Plant them, print and write what became of each; how many no test has caught."""
+    for name in IMPORTED:
+        importlib.import_module(name)
     rows = []
     with tempfile.TemporaryDirectory() as folder, table.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

@@ -9,7 +9,7 @@ from efficient_densenet._extras import need
 
 from . import files
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "epoch",
     "train_loss",
     "train_error",
@@ -76,16 +76,15 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
     files.write_atomic(folder / "curves.png", png.getvalue())
 
 
-class EventWriter:
-    """Writes rows as TensorBoard's scalars; what an interrupted run wrote of `next_epoch` and later ones is hidden."""
+def event_writer(folder: Path, next_epoch: int) -> Any:
+    """TensorBoard's writer, which hides what an interrupted run wrote of `next_epoch` and later ones."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, next_epoch: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
 
-        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
 
-    def add(self, row: Row) -> None:
-        for column in COLUMNS[1:]:
-            if row[column] != "":
-                self.writer.add_scalar(column, row[column], row["epoch"])
-        self.writer.flush()
+def add_events(writer: Any, row: Row) -> None:
+    for column in COLUMNS[1:]:
+        if row[column] != "":
+            writer.add_scalar(column, row[column], row["epoch"])
+    writer.flush()
