@@ -26,7 +26,6 @@ class ForkedDemo:
         script: str | Path,
         *arguments: str,
         cwd: Path,
-        stderr: str | None = None,
         new_session: bool = False,
         max_file_bytes: int | None = None,
         **environment: str,
@@ -35,7 +34,7 @@ class ForkedDemo:
         directory = Path(tempfile.mkdtemp(dir=folder))
         self._stdout, self._stderr, report = directory / "stdout", directory / "stderr", directory / "report"
         os.mkfifo(report)
-        request = {"report": str(report), "stdout": str(self._stdout), "stderr": stderr or str(self._stderr)}
+        request = {"report": str(report), "stdout": str(self._stdout), "stderr": str(self._stderr)}
         request |= {"script": str(script), "arguments": arguments, "cwd": str(cwd), "environment": environment}
         request |= {"new_session": new_session, "max_file_bytes": max_file_bytes}
         server.stdin.write(json.dumps(request) + "\n")

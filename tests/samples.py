@@ -72,20 +72,6 @@ def publish(published: type[datasets.CIFAR10], place: Path) -> None:
     published.meta["md5"] = checksum(published.meta["filename"])
 
 
-def write_cifar100(folder: Path, each: int = 20) -> Path:
-    place = folder / "cifar-100-python"
-    place.mkdir(parents=True)
-    rng = np.random.default_rng(0)
-    for name in ("train", "test"):
-        data = rng.integers(0, 256, (each, 3072), dtype=np.uint8)
-        labels = {"fine_labels": [i % 100 for i in range(each)], "coarse_labels": [0] * each}
-        (place / name).write_bytes(pickle.dumps({"data": data, **labels}, protocol=2))
-    names = {"fine_label_names": [f"fine{i}" for i in range(100)], "coarse_label_names": ["c"]}
-    (place / "meta").write_bytes(pickle.dumps(names, protocol=2))
-    publish(datasets.CIFAR100, place)
-    return folder
-
-
 def write_folder(
     folder: Path, classes: Sequence[str] = ("cat", "dog"), each: int = 12, splits: Sequence[str] = ("train", "test")
 ) -> Path:

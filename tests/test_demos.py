@@ -7,27 +7,22 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 from forks import forked_demo
 from PIL import Image
-from samples import CIFAR10_JPEG, DEMOS, DIGITS, TINY, demo, refused, write_folder, write_photographs
+from samples import DEMOS, DIGITS, TINY, demo, refused, write_folder
 
 ROOT = DEMOS.parent
-SCRIPTS = ("cp_demo.py", "original_demo.py", "predict.py", "memory_tour.py")
 
 
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [("plain", "more than 1 value per channel"), ("shared", "cannot run here: found a single value per channel")],
-)
-def test_a_batch_of_one_image_without_a_variance_ends_with_a_sentence(engine, message, tmp_path):
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_batch_of_one_image_without_a_variance_ends_with_a_sentence(engine, tmp_path):
     write_folder(tmp_path / "own", each=5)
     words = ["--data", "own", "--image_size", "4", "--batch_size", "1", "--engine", engine, "--device", "cpu"]
     done = demo("cp_demo.py", *TINY, *words, "--n_epochs", "1", "--save", "run", cwd=tmp_path)
-    refused(done, message)
+    refused(done, "more than 1 value per channel")
 
 
 def test_the_committed_model_has_the_stated_error(tmp_path):
@@ -73,8 +68,6 @@ def test_evaluating_on_other_classes_is_refused(tmp_path):
 def test_the_memory_tour_as_a_quick_check(tmp_path):
     done = forked_demo("memory_tour.py", cwd=tmp_path, TOUR_QUICK="1")
     assert done.returncode == 0, done.stderr
-    small, large = re.findall(r"network: ([\d,]+) parameters", done.stdout)
-    assert int(large.replace(",", "")) > 3 * int(small.replace(",", "")) > 3 * 1000
     assert "blocks of (2, 2, 2) layers" in done.stdout
     rows = {
         name.strip(): (float(peak), float(ratio), float(difference))
@@ -91,17 +84,6 @@ def test_the_memory_tour_as_a_quick_check(tmp_path):
     assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not CIFAR10_JPEG.exists(), reason="needs the JPEG copy of CIFAR-10 beside the project")
-def test_a_short_run_on_real_images_is_far_from_chance(tmp_path):
-    write_photographs(tmp_path / "cifar", train=200, test=50)
-    words = ["--depth", "22", "--n_epochs", "4", "--recipe", "one_cycle", "--batch_size", "32", "--device", "cpu"]
-    done = demo("cp_demo.py", "--efficient", "True", "--data", "cifar", "--save", "model", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    error = float(re.search(r"test error ([\d.]+)%", done.stdout)[1])
-    assert error < 78, done.stdout  # chance is 90; five standard deviations for 500 images are 7
-
-
 def _write_package(place: Path, name: str) -> None:
     """A package that ends the process that imports it, with its name."""
     place.mkdir(parents=True)
@@ -109,28 +91,16 @@ def _write_package(place: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("cloned", [True, False])
-@pytest.mark.parametrize(
-    "script", ["cp_demo.py", *(pytest.param(script, marks=pytest.mark.exhaustive) for script in SCRIPTS[1:])]
-)
-def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(script, cloned, tmp_path):
+def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(cloned, tmp_path):
     _write_package(tmp_path / "installed" / "efficient_densenet", "the installed package")
     if cloned:
         _write_package(tmp_path / "clone" / "efficient_densenet", "the package of the clone")
     training = tmp_path / "clone" / "demos" / "training"
     training.mkdir(parents=True)
-    shutil.copy(DEMOS / script, training.parent)
+    shutil.copy(DEMOS / "cp_demo.py", training.parent)
     for name in ("__init__.py", "clone.py", "command_line.py"):
         shutil.copy(DEMOS / "training" / name, training)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    command = [sys.executable, f"clone/demos/{script}"]
+    command = [sys.executable, "clone/demos/cp_demo.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.stderr.strip() == ("the package of the clone" if cloned else "the installed package")
-
-
-def test_a_demo_runs_in_a_clone_that_is_not_installed(tmp_path):
-    """Without `site`, which would process the .pth file of an editable installation; packages such as torch remain."""
-    paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-S", str(DEMOS / "predict.py"), str(DEMOS / "pictures" / "digit_3.png")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert "digit_3.png: 3 (" in done.stdout, done.stderr

@@ -130,13 +130,6 @@ def _run(*words: str, cwd: Path) -> None:
         assert process.wait() == 0, process.communicate()
 
 
-def test_dp_is_refused_under_torchrun(tmp_path):
-    (process,) = fork_processes(1, DEMOS / "cp_demo.py", "--parallel", "dp", "--device", "cpu", cwd=tmp_path)
-    assert process.wait() == 1
-    sentence = "error: process 0 of 1: found --parallel dp under torchrun, but DataParallel is one process with several"
-    assert process.communicate()[1].startswith(sentence)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [2, 3])
 def test_fsdp_is_ddp_with_every_option(processes, tmp_path):

@@ -189,15 +189,6 @@ def test_three_processes_with_batches_of_all_sizes(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_four_processes_in_meshes_of_two_dimensions(tmp_path):
-    cases = ["ours | fully_shard, hybrid | block | shared"]
-    assert (
-        _wrong([*cases, *(f"ours | tensor parallel | {style} | shared" for style in ("columns", "rows"))], 4, tmp_path)
-        == []
-    )
-
-
-@pytest.mark.exhaustive
 def test_a_checkpoint_of_two_processes_is_loaded_by_three(tmp_path):
     _outcomes(["save"], 2, tmp_path)
     for store in tmp_path.glob("outcomes.store*"):

@@ -28,7 +28,6 @@ from samples import (
 )
 from training import files
 from training.loop import Trainer
-from training.models import read_config
 from training.results import check_dependencies
 from training.run_directory import merge_options, read_state
 
@@ -128,29 +127,18 @@ def test_a_changed_weight_is_refused_by_evaluating_predicting_and_loading(words,
         load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
 
 
-@pytest.mark.parametrize(
-    ("name", "saved_by_torch", "flips"),
-    [
-        ("model.pt", True, 60),
-        ("last.pt", False, 60),
-        *(
-            pytest.param(name, by_torch, 3000, marks=pytest.mark.exhaustive)
-            for name in ("model.pt", "last.pt")
-            for by_torch in (False, True)
-        ),
-    ],
-)
-def test_a_flipped_bit_is_noticed_or_harmless(name, saved_by_torch, flips, stopped, tmp_path):
+@pytest.mark.parametrize(("name", "saved_by_torch"), [("model.pt", True), ("last.pt", False)])
+def test_a_flipped_bit_is_noticed_or_harmless(name, saved_by_torch, stopped, tmp_path):
     path, expected = tmp_path / name, files.load_torch(stopped / "run" / name)
     torch.save(expected, path) if saved_by_torch else shutil.copy(stopped / "run" / name, path)
     content, noticed = path.read_bytes(), 0
-    for bit in random.Random(0).sample(range(8 * len(content)), flips):
+    for bit in random.Random(0).sample(range(8 * len(content)), 60):
         path.write_bytes(flipped(content, bit))
         try:
             same_content(files.load_torch(path), expected)
         except ValueError:
             noticed += 1
-    assert noticed > flips / 3
+    assert noticed > 20
 
 
 def test_a_record_that_became_a_directory_is_noticed(stopped, tmp_path):
@@ -161,26 +149,6 @@ def test_a_record_that_became_a_directory_is_noticed(stopped, tmp_path):
     (tmp_path / "model.pt").write_bytes(flipped(content, 8 * (header + 38) + 4))
     with pytest.raises(ValueError, match=r"/data/3 says that it is a directory"):
         files.load_torch(tmp_path / "model.pt")
-
-
-def test_a_changed_config_is_noticed_and_edits_are_possible(stopped, tmp_path):
-    content, expected = (stopped / "run" / "config.json").read_bytes(), read_config(stopped / "run")
-    path, noticed = tmp_path / "config.json", 0
-    for bit in random.Random(0).sample(range(8 * len(content)), 100):
-        path.write_bytes(flipped(content, bit))
-        try:
-            assert read_config(tmp_path) == expected, bit
-        except ValueError:
-            noticed += 1
-    assert noticed > 75
-    edited = content.replace(b'"name": "', b'"name": "edited')
-    path.write_bytes(edited)
-    with pytest.raises(
-        ValueError, match=r"config.json .*its checksum is wrong; if it was edited on purpose, remove the"
-    ):
-        read_config(tmp_path)
-    path.write_bytes(b"".join(line for line in edited.splitlines() if b'"checksum"' not in line))
-    assert read_config(tmp_path)[0]["data"]["name"].startswith("edited")
 
 
 # What a run needs is checked before its first step
@@ -327,14 +295,6 @@ def test_a_loss_that_is_not_finite_keeps_the_last_good_state(tmp_path):
     assert "start over with a smaller --lr; what was saved before is kept" in done.stderr
     state = files.load_torch(tmp_path / "run" / "last.pt")["state"]
     assert all(torch.isfinite(tensor).all() for tensor in state["model"].values())
-
-
-def test_a_validation_loss_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(Trainer, "evaluate", lambda *_: (float("nan"), 0.9))
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path)
-    refused(done, "error: the validation loss became nan in epoch 1, at a learning rate of")
-    assert not (tmp_path / "run" / "model.pt").exists()
-    assert files.load_torch(tmp_path / "run" / "last.pt")["position"]["step"] == 0
 
 
 def test_out_of_memory_is_reported_with_what_to_change(tmp_path, monkeypatch):

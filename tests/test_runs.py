@@ -1,16 +1,11 @@
 """Runs: their files, interruption, kills and resuming, image folders, the terminal."""
 
-import contextlib
-import fcntl
 import json
 import os
 import random
 import re
-import select
 import shutil
 import signal
-import struct
-import termios
 import time
 from pathlib import Path
 
@@ -210,23 +205,6 @@ def test_the_command_of_the_readme_on_a_directory_called_cifar(script, layout, t
     assert ("engine official;" if script == "original_demo.py" else "engine shared (") in printed
     position = torch.load(tmp_path / "model" / "last.pt", weights_only=True)["position"]
     assert position["step"] + position["epoch"] >= 2
-
-
-def test_a_terminal_shows_a_progress_bar(tmp_path):
-    pty = pytest.importorskip("pty")
-    terminal, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("4H", 24, 200, 0, 0))
-    process = ForkedDemo("cp_demo.py", *RUN, "--n_epochs", "1", cwd=tmp_path, stderr=os.ttyname(child))
-    shown = b""
-    while process.poll() is None:
-        if select.select([terminal], [], [], 0.05)[0]:
-            shown += os.read(terminal, 65536)
-    os.close(child)
-    with contextlib.suppress(OSError):  # no process has the terminal open any more
-        while part := os.read(terminal, 65536):
-            shown += part
-    assert process.wait() == 0, shown
-    assert re.search(rb"epoch 1/1: .*\d+/10 .*loss \d\.\d+, error [\d.]+%, [\d,]+ images/s, peak [\d,]+ MiB", shown)
 
 
 def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(tmp_path):

@@ -16,27 +16,15 @@ pytestmark = pytest.mark.exhaustive  # the libraries take seconds to import
 CASES = {
     1: [
         "lightning | ours | steps",
-        "lightning | converted | float64",
-        "lightning | ours | bf16-mixed",
-        "lightning | converted | bf16-mixed",
         "lightning | converted last | accumulated and clipped",
-        "lightning | ours | compiled",
-        "lightning | converted last | compiled",
         "accelerate | ours | steps",
-        "accelerate | converted | bf16-mixed",
         "accelerate | converted last | accumulated and clipped",
-        "accelerate | ours | compiled",
-        "accelerate | converted last | compiled",
         "transformers | converted last | steps",
-        "transformers | ours | bf16-mixed",
         "transformers | converted | accumulated",
-        "transformers | converted | compiled",
     ],
     2: [
         "lightning | ours | steps",
         "lightning | converted last | accumulated and clipped",
-        "lightning | converted | bf16-mixed",
-        "lightning | ours | compiled",
         "lightning | ours | synchronized",
         "lightning | converted | synchronized",
         "lightning | ours | fully_shard",
@@ -44,15 +32,11 @@ CASES = {
         "accelerate | ours | steps",
         "accelerate | converted | accumulated and clipped",
         "accelerate | converted last | steps",
-        "accelerate | ours | bf16-mixed",
-        "accelerate | converted | compiled",
         "accelerate | ours | fully_shard",
         "accelerate | converted | fully_shard",
         "accelerate | converted last | fully_shard",
         "transformers | ours | steps",
         "transformers | converted last | accumulated",
-        "transformers | converted | bf16-mixed",
-        "transformers | ours | compiled",
     ],
 }
 
@@ -87,11 +71,7 @@ def test_models_train_as_plain_ones_and_resume(processes, case, outcomes):
         assert outcome["engines"] == ["shared", "shared"]  # of the first run, and of the resumed one
         assert outcome["steps of norms"] == [steps]
         assert outcome["difference of the resumed"] == 0
-        if "bf16" in case:
-            error, plain_error = outcome["errors"]
-            assert error <= 2 * plain_error
-        else:
-            assert outcome["difference"] <= 1e-10
+        assert outcome["difference"] <= 1e-10
 
 
 def test_the_trainer_of_transformers_asks_for_checkpointing_that_the_model_must_have(tmp_path):

@@ -21,21 +21,15 @@ def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
     if not options.cuda_graph:
         return
     device = context.device
-    reasons = (
-        (device.type != "cuda", f"but the device is {device}, and CUDA graphs need a GPU"),
-        (context.world_size > 1, f"but {context.world_size} processes exchange their gradients, which is not captured"),
-        (context.num_gpus > 1, f"but {context.num_gpus} GPUs, while a CUDA graph is of one (give --device cuda:0)"),
-        (
-            options.micro_batch_size is not None,
-            "and --micro_batch_size, whose gradients accumulate, not in a CUDA graph",
-        ),
-        (
-            options.engine in ("official", "checkpoint"),
-            f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none (give "
-            "--engine shared or plain)",
-        ),
-    )
-    for applies, reason in reasons:
+    reasons = {
+        f"but the device is {device}, and CUDA graphs need a GPU": device.type != "cuda",
+        f"but {context.world_size} processes exchange their gradients, which is not captured": context.world_size > 1,
+        f"but {context.num_gpus} GPUs, while a CUDA graph is of one (give --device cuda:0)": context.num_gpus > 1,
+        "and --micro_batch_size, whose gradients accumulate, not in a CUDA graph": options.micro_batch_size is not None,
+        f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none (give "
+        "--engine shared or plain)": options.engine in ("official", "checkpoint"),
+    }
+    for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"found --cuda_graph, {reason}: leave --cuda_graph out")
 

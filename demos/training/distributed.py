@@ -107,22 +107,19 @@ class DistributedContext:
 
 def check_parallel(options: RunOptions, context: DistributedContext) -> None:
     """Raise unless the processes and devices are there that the options need."""
-    launched, parallel = dist.is_torchelastic_launched(), options.parallel
-    if not launched and (parallel in ("ddp", "fsdp") or (options.sync_bn and not options.resume)):
+    parallel = options.parallel
+    if not dist.is_torchelastic_launched() and (
+        parallel in ("ddp", "fsdp") or (options.sync_bn and not options.resume)
+    ):
         found = "--sync_bn" if options.sync_bn else f"--parallel {parallel}"
         raise ValueError(
             f"found {found}, but this is the only process: start several with torchrun "
             "(torchrun --nproc_per_node 2 …), or leave it out"
         )
-    if launched and parallel == "dp":
-        raise ValueError(
-            "found --parallel dp under torchrun, but DataParallel is one process with several GPUs: give ddp or fsdp, "
-            "or start without torchrun"
-        )
     if parallel == "dp" and context.num_gpus < 2:
         raise ValueError(
-            f"found --parallel dp, but the device is {context.device} alone, while DataParallel needs several visible "
-            "GPUs: leave it out, or start several processes with torchrun and --parallel ddp"
+            "found --parallel dp, but DataParallel needs several visible GPUs in one process, and this one is on "
+            f"{context.device} alone: leave it out, or start several with torchrun and --parallel ddp or fsdp"
         )
 
 

@@ -4,11 +4,12 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from . import files
 from .data import Dataset, load
 from .data.augment import Transform
 from .distributed import DistributedContext
 from .loop import Trainer
-from .models import ModelConfig, describe_classes, load_model, read_config
+from .models import CONFIG, ModelConfig, describe_classes, load_model, weights_of
 from .options import RunOptions
 
 
@@ -33,7 +34,7 @@ def _dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
     """The data set that the model in `path` was trained on, or that of --data if it has the same classes."""
     data, name = options.data, options.dataset
     if data is None:
-        trained = read_config(path if path.is_dir() else path.parent)[0]["options"]
+        trained = files.load_json(weights_of(path).with_name(CONFIG))["options"]
         data = trained["data"]
         name = name or (data and trained["dataset"])
     dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)

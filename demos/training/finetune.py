@@ -13,7 +13,7 @@ from efficient_densenet.weights.published import NAMES, PUBLISHED, find_publishe
 from efficient_densenet.weights.source import read_state_dict
 from efficient_densenet.weights.trained import TRAINED
 
-from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model, read_config, weights_of
+from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model, weights_of
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def find_weights(weights: str, given: Mapping[str, Any]) -> PretrainedWeights:
 
 def _of_run(name: str, path: Path, network: Mapping[str, Any] | None = None) -> PretrainedWeights:
     weights = weights_of(path)
-    _, config = read_config(weights.parent)
+    config = ModelConfig.beside(weights)
     options = network or {key: getattr(config, key) for key in ("model", "depth", "growth_rate")}
     options = {**options, "image_size": config.image_size}
     return PretrainedWeights(

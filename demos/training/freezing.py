@@ -4,16 +4,15 @@ import itertools
 
 from torch import nn
 
-from efficient_densenet._checks import Rule, integer
+from efficient_densenet._checks import Rule
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
 
 FEATURES = "features"
 
-_blocks = integer(0, 1000)
 FREEZE = Rule(
     f"{FEATURES}, or a number of dense blocks such as 2",
-    lambda value: value == FEATURES or (isinstance(value, str) and value.isdecimal() and _blocks.accepts(int(value))),
+    lambda value: isinstance(value, str) and (value == FEATURES or (value.isdecimal() and len(value) < 4)),
 )
 
 

@@ -9,6 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from efficient_densenet.models.densenet import DenseNet
 
@@ -19,7 +26,7 @@ from .distributed import DistributedContext, gradient_sync
 from .freezing import set_training_modes, trainable_parameters
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
-from .sharding import gather_state, is_sharded, load_model_state, shard_optimizer_state
+from .sharding import is_sharded
 
 
 @dataclass
@@ -149,20 +156,28 @@ class Trainer:
         return int(is_sharded(self.model) and 0 < num_batches % world_size <= rank)
 
     def state(self) -> dict[str, Any]:
-        """What a run goes on from. All processes must call this together; the main one's is whole."""
+        """What a run goes on from, in full and on the CPU. All processes must call this; the main one's is whole.
+
+        PyTorch would take a step with zero gradients where an optimizer has no state yet, which leaves momentum.
+        """
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        has_momentum = bool(self.optimizer.state)
         return {
-            "model": gather_state(self.model.state_dict()),
-            "optimizer": gather_state(self.optimizer.state_dict()),
+            "model": get_model_state_dict(self.model, options=options),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options) if has_momentum else {},
             "scaler": self.scaler.state_dict(),
         }
 
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Load a full state dict, which every process must have."""
+        set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned; the optimizer keeps its own arguments but for the learning rate."""
-        load_model_state(self.model, state["model"])
-        arguments = self.optimizer.state_dict()["param_groups"]
-        arguments[0]["lr"] = state["optimizer"]["param_groups"][0]["lr"]
-        momentum = shard_optimizer_state(state["optimizer"]["state"], trainable_parameters(self.model))
-        self.optimizer.load_state_dict({"state": momentum, "param_groups": arguments})
+        """Load what `state` returned in the main process."""
+        self.load_model(state["model"])
+        if state["optimizer"]:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         self.scaler.load_state_dict(state["scaler"])
 
     def _input(self, images: Tensor) -> Tensor:

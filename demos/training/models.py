@@ -1,7 +1,5 @@
 """The model of a run, rebuilt from its config, and its weights."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +14,12 @@ from efficient_densenet.models.zoo import VARIANTS
 from efficient_densenet.weights.config import ModelConfig
 
 from . import files
-from .data.images import digest
 
 WEIGHTS, CONFIG = "model.pt", "config.json"
 
 
 def default_image_size(model: str | None) -> int:
     return 224 if model in VARIANTS and not VARIANTS[model]["small_inputs"] else 32
-
-
-def write_config(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write config.json, with its checksum as the first line, which whoever edits the file can take out."""
-    text = json.dumps({"checksum": _checksum(content), **content}, indent=2) + "\n"
-    files.write_atomic(folder / CONFIG, text.encode())
-
-
-def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """The content of config.json, and the config of the model in it."""
-    path = folder / CONFIG
-    content = files.load_json(path)
-    with files.damage_named(path):
-        needed = content.pop("checksum", None)
-        if needed not in (None, _checksum(content)):
-            raise ValueError("its checksum is wrong; if it was edited on purpose, remove the line with the checksum")
-        return content, ModelConfig.of(content["model"])
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return digest([json.dumps(content, sort_keys=True).encode()])
 
 
 def weights_of(path: Path) -> Path:
@@ -57,9 +33,8 @@ def weights_of(path: Path) -> Path:
 def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
     """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
     weights = weights_of(path)
-    _, config = read_config(weights.parent)
-    with files.damage_named(weights.parent / CONFIG):
-        model = config.build()
+    config = ModelConfig.beside(weights)
+    model = config.build()
     read_weights(weights, model)
     return model.eval(), config
 

@@ -72,7 +72,7 @@ class Options:
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
             a faster step in more memory, with the same numbers. False keeps those that leave the peak as it is.
         memory: bytes such as 6GiB for all tensors of a training step; they decide which bottlenecks are kept and, where
-            a batch does not fit, micro_batch_size. By default most of what is free on a GPU.
+            a batch does not fit, micro_batch_size.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
         cuda_graph: on one GPU, launch forward and backward of a step as one CUDA graph.

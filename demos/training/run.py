@@ -1,6 +1,7 @@
 """A training run: from its options to the test error, interrupted and resumed at any step."""
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Mapping
@@ -27,9 +28,8 @@ from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
 from .report import describe_epoch, mib, peak_memory, progress_bar
-from .results import EventWriter, Row, check_dependencies, plot_curves, save_csv
+from .results import Row, add_events, check_dependencies, event_writer, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
-from .sharding import load_model_state
 from .signals import StopRequest, TrainingInterrupted
 
 SECONDS_BETWEEN_PLOTS = 20
@@ -104,9 +104,12 @@ class Run:
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         self.expected_memory = self._fit_into_memory()
         self.trainer = Trainer(self.model, self.transform, self.options, context)
-        self.environment = f"engine {self._describe_engines()}; {self.context.describe()}"
+        with self.trainer.autocast():
+            size = self.dataset.image_size
+            engines = models.describe_engines(self.model, self.largest_batch, size, options.compile)
+        self.environment = f"engine {engines}; {context.describe()}"
         self.position, self.rows, self.last_plot = TrainingPosition(), [], time.monotonic()
-        self.events: EventWriter | None = None
+        self.events: Any = None
         if state:
             self._restore(state)
         if context.is_main_process:
@@ -175,11 +178,6 @@ class Run:
             self.said.append(f"memory: {chosen}")
         return describe_expected_memory(self.model, size, self.options, self.largest_batch)
 
-    def _describe_engines(self) -> str:
-        with self.trainer.autocast():
-            size = self.dataset.image_size
-            return models.describe_engines(self.model, self.largest_batch, size, self.options.compile)
-
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
         with files.damage_named(self.directory.folder / LAST):
@@ -207,10 +205,10 @@ class Run:
         self.directory.prepare(self.options)
         self.directory.save(state, self.position, self.rows, self.record)
         versions = {"efficient_densenet": __version__, "torch": torch.__version__}
-        models.write_config(folder, self.record | {"versions": versions})
+        files.write_atomic(folder / models.CONFIG, json.dumps(self.record | {"versions": versions}, indent=2).encode())
         event = f"resumed {where}" if self.resumed else "started"
         self.directory.log(f"{event} {this_process()}; {self.environment}; PyTorch {torch.__version__}")
-        self.events = EventWriter(folder, self.position.epoch) if self.options.tensorboard else None
+        self.events = event_writer(folder, self.position.epoch) if self.options.tensorboard else None
         if self.rows:
             save_csv(folder, self.rows)
         if self.resumed:
@@ -281,7 +279,7 @@ class Run:
             self.directory.write(models.WEIGHTS, to_archive(state["model"]))
         self._save(state)
         if self.events:
-            self.events.add(row)
+            add_events(self.events, row)
 
     def _save(self, state: dict[str, Any], plot: bool = False) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
@@ -292,7 +290,7 @@ class Run:
                 self._plot()
 
     def _plot(self) -> None:
-        plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+        plot_curves(self.directory.folder, self.rows, self.config.name, self.dataset.name)
         self.last_plot = time.monotonic()
 
     def _raise_if_stopped(self) -> None:
@@ -315,7 +313,7 @@ class Run:
     def _finish(self) -> None:
         """Test the weights of the best epoch, or of the last one if there are no images to validate by."""
         folder = self.directory.folder
-        load_model_state(self.model, self.context.on_main(lambda: models.read_weights(folder / models.WEIGHTS)))
+        self.trainer.load_model(self.context.on_main(lambda: models.read_weights(folder / models.WEIGHTS)))
         test_loss, test_error = self.trainer.evaluate(self.dataset.test)
         check_finite("test loss", test_loss, f"epoch {self.rows[-1]['epoch']}", self.rows[-1]["lr"])
         self.rows[-1]["test_error"] = test_error
@@ -324,7 +322,7 @@ class Run:
         save_csv(folder, self.rows)
         self._plot()
         if self.events:
-            self.events.add(self.rows[-1])
+            add_events(self.events, self.rows[-1])
         self.directory.log(f"finished: test error {test_error:.2%}")
         which = "the best epoch by validation" if len(self.valid) else "the last epoch"
         print(

@@ -81,6 +81,7 @@ class StreamedImages:
             for images, labels in decoded:
                 yield images.to(self.device), labels.to(self.device)
         except UndecodableImage as exc:  # a worker puts its traceback before the sentence
+            exc.__traceback__ = decoded = None  # the last references to the iterator, which ends its workers now
             raise UndecodableImage(str(exc).strip().rpartition("UndecodableImage: ")[2]) from None
 
 

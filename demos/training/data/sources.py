@@ -82,18 +82,12 @@ def load(
         loaded = Dataset(digits.NAME, train, None, test, tuple("0123456789"), horizontal_flip=False)
         return _in_channels(loaded, channels)
     path = Path(data)
-    try:
-        kind = _recognize(path, dataset)
-        if kind is None:
-            splits, classes, file_digest = folder.read(path, image_size or 32, channels or 3, workers, stream)
-            train, valid, test = splits["train"], splits.get("val"), splits["test"]
-            return Dataset(f"image folder {path}", train, valid, test, classes, True, file_digest)
-        train, test, classes = published.read(kind, path)
-    except PermissionError as exc:
-        raise PermissionError(
-            f"{exc.filename or data} cannot be read: make it readable, or give another --data"
-        ) from exc
-    entry = published.DATASETS[kind]
+    kind = _recognize(path, dataset)
+    if kind is None:
+        splits, classes, file_digest = folder.read(path, image_size or 32, channels or 3, workers, stream)
+        train, valid, test = splits["train"], splits.get("val"), splits["test"]
+        return Dataset(f"image folder {path}", train, valid, test, classes, True, file_digest)
+    entry, (train, test, classes) = published.DATASETS[kind], published.read(kind, path)
     return _in_channels(Dataset(entry.title, train, None, test, classes, entry.horizontal_flip), channels)
 
 
@@ -126,11 +120,9 @@ def _recognize(path: Path, dataset: str | None) -> str | None:
         return found
     names = sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
     contains = f"contains {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" if names else "is absent or empty"
-    needed = (
-        f"--dataset {dataset} needs {published.DATASETS[dataset].title}"
-        if dataset
-        else "torchvision's files, or train/ and test/ with a folder of images for each class, are needed"
-    )
+    needed = "torchvision's files, or train/ and test/ with a folder of images for each class, are needed"
+    if dataset:
+        needed = f"--dataset {dataset} needs {published.DATASETS[dataset].title}"
     raise ValueError(
         f"{path} {contains}, but {needed} there: give another --data, or a --dataset to download beside what is there"
     )
