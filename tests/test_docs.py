@@ -11,6 +11,7 @@ import re
 import shlex
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import table
@@ -18,7 +19,8 @@ import torch
 import torchvision
 from torch import nn
 
-from efficient_densenet import DenseNet, densenet121
+import efficient_densenet
+from efficient_densenet import DenseNet, adapt, checkpoint, densenet121, memory
 from efficient_densenet.adapt import Report
 
 ROOT = Path(__file__).parents[1]
@@ -78,6 +80,12 @@ def checkpointing() -> dict:
     return {"torch": torch, "model": model, "x": x, "layers": layers, "block": block, "head": head, "mask": mask}
 
 
+def recipes() -> dict:
+    for library in ("lightning", "transformers", "onnxscript"):
+        pytest.importorskip(library)
+    return {}
+
+
 def migrating() -> dict:
     """Libraries that are not installed everywhere are stood in for; the tests of `adapt` convert the real ones."""
     named = {name.replace("norm5", "norm_final"): value for name, value in DenseNet().state_dict().items()}
@@ -94,12 +102,18 @@ STAND_INS = {
     "docs/checkpoint.md": checkpointing,
     "docs/migrating.md": migrating,
     "docs/other-libraries.md": lambda: {"MyBlock": Block},
+    "docs/recipes.md": recipes,
 }
 """Names that the snippets of a page take for granted."""
 
 
+def slow(page: str) -> Any:
+    detectors_and_trainers = page in ("docs/detection.md", "docs/recipes.md")
+    return pytest.param(page, marks=pytest.mark.exhaustive) if detectors_and_trainers else page
+
+
 @pytest.mark.filterwarnings("default")  # a snippet may use what warns, such as a legacy exporter
-@pytest.mark.parametrize("page", pages_with("python", "diff"))
+@pytest.mark.parametrize("page", [slow(page) for page in pages_with("python", "diff")])
 def test_python_runs(page, tmp_path, monkeypatch):
     published = torchvision.models.get_model("densenet121").state_dict
     monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", lambda *_, **__: published())
@@ -195,6 +209,29 @@ def test_tables_are_what_was_measured(page):
     assert table.outdated((ROOT / page).read_text()) == []
 
 
+PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE)
+"""A table of a page, under the model, the optimizer and the shapes of batches that it is of."""
+
+
+def predicted(expression: str) -> str:
+    model, optimizer, *shapes = eval(f"lambda: ({expression})", dict(vars(efficient_densenet)))()
+    rows = [["training step on", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
+    rows += [["---", *["---:"] * 4]]
+    for batch_size, *shape in shapes:
+        settings = {"precisions": ["float32"], "batch_size": batch_size, "optimizer": optimizer}
+        fits = list(memory.what_fits(model, shape[1:], "8GB", **settings))
+        steps = [f"{fit.sizes[batch_size] / 2**30:.2f} GiB" for fit in fits]
+        rows.append(["×".join(map(str, (batch_size, *shape))), *steps, *[f"{fit.largest_batch:,}" for fit in fits]])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", [page for page in PAGES if PREDICTED.search((ROOT / page).read_text())])
+def test_tables_are_what_is_predicted(page):
+    for expression, rows in PREDICTED.findall((ROOT / page).read_text()):
+        assert predicted(expression) == rows
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/other-libraries.md"])
 def test_figures_in_sentences_stand_in_a_table(page):
     shown = [line for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if line.startswith("|")]
@@ -206,3 +243,18 @@ def test_the_train_and_test_commands_are_as_ci_reads_them():
     text = (ROOT / "README.md").read_text()
     for name in ("train command", "test command"):
         assert re.search(rf"<!-- {name} -->\n```sh\n(python3 [^\n]*)\n```\n", text), name
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "api.md").read_text()
+    for module in (efficient_densenet, adapt, checkpoint, memory):
+        assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", page)] in ([], ["__version__"])
+
+
+@pytest.mark.exhaustive
+def test_the_notebook_runs():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
+    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert float(re.search(r"right on new pictures: (\d+)%", shown)[1]) >= 80

@@ -74,7 +74,10 @@ def set_memory_budget(
         budget: bytes, or a text such as "6GiB", for all that `MemoryEstimate.total` has: parameters, gradients, the
             optimizer's state, the batch, the tensors of a step, and what libraries may take.
         input_shape: of a batch; smaller batches need less.
-        optimizer, precision, device, loss: as in `predict`.
+        optimizer: as in `predict`.
+        precision: as in `predict`.
+        device: as in `predict`.
+        loss: as in `predict`.
 
     A budget in which no step is possible, which is one below `predict(...).total` of a model that saves no bottleneck,
     raises ValueError, and leaves the model as it is.

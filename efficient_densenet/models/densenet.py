@@ -42,7 +42,8 @@ class DenseNet(DenseModel):
         output_stride: the largest stride of the last feature map with respect to the input. Transitions that would
             exceed it do not pool, and the 3×3 convolutions after them are dilated.
         features_only: True for a backbone: the model returns a tuple of feature maps, and has no classifier.
-        out_indices, maps: which maps, as in `features`.
+        out_indices: which maps a backbone returns, as in `features`.
+        maps: what they are, as in `features`.
         activation: a name, "relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu" or "mish", or a class or
             function that makes a module: `activation=lambda: nn.LeakyReLU(0.2)`. Modules keep the names `relu0` to
             `relu5`, under which a PReLU's weights are in the state dict; its blocks run by `checkpoint`.
