@@ -84,7 +84,6 @@ def test_products_of_any_size(product, transposed, packed, accumulate):
         assert torch.allclose(c[:m, :n].double(), start + exact, rtol=1e-4, atol=1e-4 * cells**0.5), (m, n, cells)
         expected[:m, :n] = c[:m, :n]
         assert torch.equal(c, expected), (m, n, cells)
-    assert amx_model.faults() == 0
 
 
 @pytest.mark.parametrize("avx512", [False, True])

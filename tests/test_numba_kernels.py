@@ -71,7 +71,6 @@ def arithmetic(request, monkeypatch):
     torch.set_num_threads(num_threads)
     for each in cached:
         each.cache_clear()
-    assert amx_model.faults() == 0
 
 
 @functools.cache
@@ -142,17 +141,6 @@ def test_every_operation_by_amx(operation, size, arithmetic, monkeypatch):
     _fill_scratch_with_nan(monkeypatch)
     if is_case(operation, size):
         check(operations, operation, _case(size, arithmetic))
-
-
-@pytest.mark.parametrize("arithmetic", ["widened"], indirect=True)
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "affine_forward"])
-def test_results_in_bfloat16_are_rounded_once(operation, arithmetic):
-    case = Case((2, 5, 13), 9, 17, arithmetic)
-    exact = OPERATIONS[operation](portable, case.in_float64())
-    for result, reference in zip(OPERATIONS[operation](operations, case), exact, strict=True):
-        if result.dtype is torch.bfloat16:
-            rounding = torch.finfo(torch.bfloat16).eps / 2 * reference.abs()
-            assert ((result - reference).abs() <= rounding + 1e-5 * reference.abs().max()).all()
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "affine_forward"])
@@ -245,20 +233,13 @@ def test_halos_stay_small(num_threads):
     assert peak <= 4 * (4096 * 8 + 3 * (256 * (4 + columns) + 2 * halo * columns) + 2 * columns * 4)
 
 
-FEWER_THREADS = """
-import torch
-from helpers import assert_same_step, random_images, small_model, with_engine
-torch.set_num_threads(4)
-plain = small_model("bc", efficient=False)
-assert_same_step(with_engine(plain, "shared"), plain, random_images("bc", 32))
-"""
-
-
-@pytest.mark.exhaustive
-def test_fewer_threads_than_requested_may_run():
-    paths = [os.path.dirname(__file__), *sys.path]
-    environment = {**os.environ, "OMP_THREAD_LIMIT": "2", "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([sys.executable, "-c", FEWER_THREADS], env=environment, check=True)
+@pytest.mark.parametrize("operation", ["conv3x3_forward_with_statistics", "conv3x3_backward"])
+def test_fewer_threads_than_requested_may_run(operation, num_threads, monkeypatch):
+    num_threads(4)
+    run = openmp.run
+    monkeypatch.setattr(tiling, "TILE", 5)
+    monkeypatch.setattr(openmp, "run", lambda kernel, threads, record: run(kernel, threads - 1, record))
+    check(operations, operation, Case((2, 5, 13), 9, 17))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

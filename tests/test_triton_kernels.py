@@ -26,9 +26,8 @@ from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-tl = triton.language
-triton_kernels, conv1x1, conv3x3, launch, tiles, operands = kernel_modules(
-    "triton_gpu", "operations", "conv1x1", "conv3x3", "launch", "tiles", "operands"
+triton_kernels, conv1x1, conv3x3, launch, tiles = kernel_modules(
+    "triton_gpu", "operations", "conv1x1", "conv3x3", "launch", "tiles"
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,25 +109,6 @@ def test_non_finite_values_propagate_as_in_portable(operation, activation, dtype
     case = Case((1, 8, 8), 6, 16, dtype, activation=activation)
     case.grad_output[50, 2] = math.nan
     check_non_finite(triton_kernels, operation, case)
-
-
-@triton.jit
-def round_kernel(output, values, SIZE: tl.constexpr):  # noqa: N803
-    i = tl.arange(0, SIZE)
-    tl.store(output + i, operands.round_to_tf32(tl.load(values + i)))
-
-
-def test_rounding_to_tf32():
-    nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)  # as the GPU makes it
-    ties = torch.tensor([1 + 2**-11, -1 - 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 - 2**-23, 2 - 2**-12, 0.0, 2.0**-120])
-    values = torch.cat([ties, torch.tensor([math.inf, -math.inf, 3.4028234e38]), nan])
-    values = torch.cat([values, torch.randn(1024 - len(values)) * 100]).to(DEVICE)
-    output = torch.empty_like(values)
-    round_kernel[(1,)](output, values, SIZE=len(values))
-    is_number = values.isfinite() & (values < 3e38)
-    assert torch.equal(output[is_number].cpu(), rounded_to_tf32(values[is_number].cpu()).float())
-    assert output[~is_number].tolist()[:3] == [math.inf, -math.inf, math.inf]
-    assert output[10].isnan()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's products round differently")
