@@ -210,18 +210,20 @@ def test_tables_are_what_was_measured(page):
 
 
 PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE)
-"""A table of a page, under the model, the optimizer and the shapes of batches that it is of."""
+"""A table of a page, under what it is of: models, each with an optimizer and shapes of batches, separated by ";"."""
 
 
-def predicted(expression: str) -> str:
-    model, optimizer, *shapes = eval(f"lambda: ({expression})", dict(vars(efficient_densenet)))()
-    rows = [["training step on", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
+def predicted(expressions: str) -> str:
+    rows = [["model, batch", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
     rows += [["---", *["---:"] * 4]]
-    for batch_size, *shape in shapes:
-        settings = {"precisions": ["float32"], "batch_size": batch_size, "optimizer": optimizer}
-        fits = list(memory.what_fits(model, shape[1:], "8GB", **settings))
-        steps = [f"{fit.sizes[batch_size] / 2**30:.2f} GiB" for fit in fits]
-        rows.append(["×".join(map(str, (batch_size, *shape))), *steps, *[f"{fit.largest_batch:,}" for fit in fits]])
+    for each in expressions.split(";"):
+        model, optimizer, *shapes = eval(f"lambda: ({each})", dict(vars(efficient_densenet)))()
+        for batch_size, *shape in shapes:
+            settings = {"precisions": ["float32"], "batch_size": batch_size, "optimizer": optimizer}
+            fits = list(memory.what_fits(model, shape[1:], "8GB", **settings))
+            batch = f"{each.strip().partition('(')[0]}, {'×'.join(map(str, (batch_size, *shape)))}"
+            steps = [f"{fit.sizes[batch_size] / 2**30:.2f} GiB" for fit in fits]
+            rows.append([batch, *steps, *[f"{fit.largest_batch:,}" for fit in fits]])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
