@@ -154,7 +154,7 @@ def words_of_sources() -> set[str]:
 
 KNOWN = words_of_sources() | {"all_files", "dist", "index_url", "master_addr", "master_port", "node_rank"}
 """The options of pip, pre-commit, pytest's plugins and torchrun are no words of ours."""
-FOREIGN = set("train test val ten_more_epochs conv2_block1_1_conv .venv gpleiss csrhddlam".split())
+FOREIGN = {"train", "test", "val", "ten_more_epochs", "conv2_block1_1_conv", ".venv", "gpleiss", "csrhddlam"}
 """What the paths begin with that are none of the repository's."""
 TOOLS = "ruff", "pyright", "pre-commit", "pip", "efficient-densenet"
 
