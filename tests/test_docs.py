@@ -156,7 +156,7 @@ KNOWN = words_of_sources() | {"all_files", "dist", "index_url", "master_addr", "
 """The options of pip, pre-commit, pytest's plugins and torchrun are no words of ours."""
 FOREIGN = {"train", "test", "val", "ten_more_epochs", "conv2_block1_1_conv", ".venv", "gpleiss", "csrhddlam"}
 """What the paths begin with that are none of the repository's."""
-TOOLS = "ruff", "pyright", "pre-commit", "pip", "efficient-densenet"
+TOOLS = "ruff", "pyright", "pre-commit", "pip", "mkdocs", "efficient-densenet"
 
 
 @pytest.mark.parametrize("page", pages_with("sh"))
