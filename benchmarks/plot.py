@@ -25,20 +25,21 @@ from efficient_densenet._extras import need
 FIGURES = results.ROOT / "benchmarks" / "figures"
 GRAY = "#808080"
 COLORS = {
-    "plain": "#d9534f",
-    "shared": "#2e9e5b",
-    "shared_keep": "#7a9a01",
-    "shared_portable": "#8fc4a5",
-    "checkpoint": "#3b82d0",
-    "official": "#9b6fd0",
-    "torchvision": "#c07a1e",
-    "torchvision_efficient": "#c07a1e",
+    "plain": "#d55e00",
+    "shared": "#0072b2",
+    "shared_keep": "#56b4e9",
+    "shared_portable": "#7f9fb8",
+    "checkpoint": "#009e73",
+    "official": "#cc79a7",
+    "torchvision": "#e69f00",
+    "torchvision_efficient": "#e69f00",
     "torchvision_converted": "#8a5a1e",
-    "compile_plain": "#d0569b",
-    "compile_shared": "#8a2f63",
-    "graph_plain": "#e08e79",
-    "graph_shared": "#1d6b4f",
+    "compile_plain": "#a65400",
+    "compile_shared": "#4b5fa5",
+    "graph_plain": "#f0a884",
+    "graph_shared": "#00507d",
 }
+"""Okabe and Ito's colors for the engines, which color-blind people tell apart, and others near them."""
 COLORS |= {f"{name}_channels_last": COLORS[name] for name in ("plain", "shared", "compile_plain")}
 RUN_COLORS = COLORS | {"plain_bf16": COLORS["compile_plain"], "shared_bf16": COLORS["checkpoint"]}
 Run = list[dict[str, str]]
@@ -181,7 +182,10 @@ def _plot_runs(runs: dict[str, list[Run]]) -> Any:
             epochs, errors = zip(*((int(row["epoch"]), 100 * float(row["valid_error"])) for row in rows), strict=True)
             axes.plot(epochs, errors, color=RUN_COLORS[name], linewidth=1, label=None if i else name)
     axes.set(xlabel="epoch", ylabel="validation error, %", yscale="log")
-    axes.grid(alpha=0.2, color=GRAY, which="both")
+    axes.yaxis.set_major_locator(need("matplotlib.ticker", extra="bench").LogLocator(subs=range(1, 10)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("")
+    axes.grid(alpha=0.2, color=GRAY)
     axes.legend(frameon=False)
     return figure
 

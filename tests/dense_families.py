@@ -173,80 +173,6 @@ class BottleneckBlock(nn.ModuleDict):
         return torch.cat(features, 1)
 
 
-class IndexedConv(nn.Module):
-    """As in a condensed network: chosen channels, norm, ReLU, a convolution in groups, and the groups shuffled."""
-
-    def __init__(self, in_channels: int, out_channels: int, groups: int = 2) -> None:
-        super().__init__()
-        self.register_buffer("index", torch.randperm(in_channels))
-        self.norm, self.groups = nn.BatchNorm2d(in_channels), groups
-        self.conv = conv(in_channels, out_channels, 1, groups=groups, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.conv(F.relu(self.norm(x.index_select(1, self.index))))
-        return output.unflatten(1, (self.groups, -1)).transpose(1, 2).flatten(1, 2)
-
-
-class Reactivates(nn.Module):
-    """As in CondenseNetV2: a layer adds to the features that it reads, and concatenates its output before them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = IndexedConv(channels, WIDTH)
-        self.conv2 = nn.Sequential(nn.BatchNorm2d(WIDTH), nn.ReLU(), conv(WIDTH, GROWTH, groups=2, bias=False))
-        self.reactivation = IndexedConv(GROWTH, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        new = self.conv2(self.conv1(x))
-        return torch.cat([x + self.reactivation(new), new], 1)
-
-
-def condensed() -> nn.Module:
-    return nn.Sequential(*(Reactivates(CHANNELS + i * GROWTH) for i in range(DEPTH)))
-
-
-class SkipsFeatures(nn.Module):
-    """As in DSNet for counting crowds: dilated layers without norms, one of which does not read all before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def layer(channels: int, dilation: int) -> nn.Module:
-            return nn.Sequential(conv_relu(channels, WIDTH, 1), conv_relu(WIDTH, GROWTH, dilation=dilation))
-
-        self.conv1, self.conv2 = layer(CHANNELS, 1), layer(CHANNELS + GROWTH, 2)
-        self.conv3 = layer(CHANNELS + 2 * GROWTH, 3)
-        self.conv4 = conv_relu(CHANNELS + 2 * GROWTH, CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.conv1(x)
-        second = self.conv2(torch.cat([x, first], 1))
-        third = self.conv3(torch.cat([x, first, second], 1))
-        return self.conv4(torch.cat([x, second, third], 1))
-
-
-class DilatedDense(nn.Module):
-    """As in CMGAN: modules found by their names in a loop, the newest features first, and only the last returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pad = nn.ConstantPad2d((1, 1, 1, 0), 0.0)
-        for i in range(4):
-            self.add_module(f"pad{i + 1}", nn.ConstantPad2d((1, 1, 2**i, 0), 0.0))
-            self.add_module(f"conv{i + 1}", nn.Conv2d(CHANNELS * (i + 1), CHANNELS, (2, 3), dilation=(2**i, 1)))
-            self.add_module(f"norm{i + 1}", nn.InstanceNorm2d(CHANNELS, affine=True))
-            self.add_module(f"prelu{i + 1}", nn.PReLU(CHANNELS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = x
-        for i in range(1, 5):
-            output = skip
-            for name in ("pad", "conv", "norm", "prelu"):
-                output = getattr(self, f"{name}{i}")(output)
-            skip = torch.cat([output, skip], 1)
-        return output
-
-
 class ResidualDense(nn.Module):
     """As in ESRGAN: five convolutions with one activation module between them; the last one's output is scaled."""
 
@@ -274,18 +200,6 @@ class ResidualInResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x) * 0.2 + x
-
-
-class LocalFusion(nn.Module):
-    """As in RDN: layers that concatenate themselves, and a 1×1 convolution of all features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers = (Concatenating(lambda c: conv_relu(c, GROWTH), CHANNELS + i * GROWTH) for i in range(4))
-        self.layers, self.fusion = nn.Sequential(*layers), conv(CHANNELS + 4 * GROWTH, CHANNELS, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fusion(self.layers(x)) + x
 
 
 class FlowEstimator(nn.Module):

@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -227,22 +225,6 @@ def test_dtype_and_weights_may_change_before_or_after_conversion():
         assert out.dtype == torch.bfloat16
 
 
-def test_an_optimizer_created_before_conversion_continues():
-    model = build("torchvision_efficient")
-    plain = plain_reference("torchvision_efficient", model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3, momentum=0.9) for each in (model, plain)]
-    x = image_batch("torchvision_efficient")
-    for convert in (None, make_efficient, restore):
-        if convert is not None:
-            convert(model)
-        for each, optimizer in zip((model, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            loss_of(each.eval()(x)).backward()  # in evaluation mode no library updates its norms twice
-            optimizer.step()
-    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert_close(actual.detach(), expected.detach())
-
-
 def test_blocks_of_this_package_are_set_and_restored():
     model = DenseNet(4, (2, 1), num_init_features=4, efficient="plain")
     report = make_efficient(nn.Sequential(model), "checkpoint")
@@ -327,15 +309,6 @@ def test_norms_under_the_exactly_once_rule_stay_under_it(engine):
     loss_of(block(block_batch())).backward()
     restore(block)
     assert all(isinstance(m, UpdatesOnce) for m in block.modules() if isinstance(m, nn.BatchNorm2d))
-
-
-def test_the_readme_s_example(capsys):
-    pytest.importorskip("torchvision")
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    exec(re.search(r"<!-- adapt -->\n```python\n(.*?)```", readme, re.DOTALL)[1], {})
-    assert capsys.readouterr().out.startswith(
-        "4 dense blocks changed\n  features.denseblock1: 6 layers, shared, saves "
-    )
 
 
 def test_saved_memory_is_that_of_our_densenet():

@@ -111,28 +111,6 @@ def layer_with(base: type[nn.Module] = Layer, **methods: Callable) -> type[nn.Mo
     return type(f"Odd{base.__name__}", (base,), methods)
 
 
-class ReadsABuffer(Layer):
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.register_buffer("alpha", torch.tensor(0.3))
-
-    def odd(self, y: Tensor) -> Tensor:
-        return y if self.alpha >= 0.5 else y * self.alpha
-
-
-def test_a_buffer_s_value_counts_and_so_does_its_change():
-    block, plain, engine = converted(ReadsABuffer)
-    assert engine == "checkpoint"
-    assert_same_steps(block, plain)
-    for each in (block, plain):
-        each.denselayer2.alpha.fill_(0.9)
-    choose._warned.clear()
-    with pytest.warns(UserWarning, match="to 'plain': found that alpha of a ReadsABuffer has changed"):
-        block(x_of())
-    plain(x_of())
-    assert_same_steps(block, plain)
-
-
 ClampsItsOutput = layer_with(odd=lambda self, y: y.clamp(-3, 3))
 
 
@@ -154,26 +132,6 @@ def test_a_clamp_of_the_block_s_own_forward_stays(layer):
         for each in (*block.parameters(), *plain.parameters()):
             each *= 30  # beyond the range
     assert [each(x_of()).abs().max() for each in (block, plain)] == [100, 100]
-    assert_same_steps(block, plain)
-
-
-class CountsByHand(LayerHalves):
-    """Updates the statistics of a norm without calling it, exactly as the norm would."""
-
-    def forward(self, *features: Tensor) -> Tensor:
-        x, bn = torch.cat(features, 1), self.norm1
-        if bn.training:
-            bn.num_batches_tracked.add_(1)
-        y = F.batch_norm(x, bn.running_mean, bn.running_var, bn.weight, bn.bias, bn.training, 0.1, bn.eps)
-        return self.second_half(self.conv1(F.relu(y)))
-
-
-def test_statistics_updated_by_hand_update_once_with_a_hook_on_the_layer():
-    block, plain, engine = converted(CountsByHand)
-    assert engine != "shared"  # the norm is not called
-    assert_same_steps(block, plain)
-    for each in (block, plain):
-        each.denselayer2.register_forward_hook(lambda *_: None)
     assert_same_steps(block, plain)
 
 
@@ -240,56 +198,12 @@ class HasARate(LayerHalves):
         return self.dropped(self.conv2(self.relu2(self.norm2(self.first_half(*features)))))
 
 
-class TwoRates(HasARate):
-    """Has two equal rates of dropout, and uses one."""
-
-    def dropped(self, y: Tensor) -> Tensor:
-        return y if self.drop_path_rate > 1 else F.dropout(y, self.drop_rate, self.training)
-
-
-CapsItsRate = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, min(self.drop_rate, 0.4), self.training))
-
-
-class ModuleBesideARate(TwoRates):
-    """Its nn.Dropout has the rate that is used, and is not called."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.dropout = nn.Dropout(0.2)
-
-
-@pytest.mark.parametrize("layer", [TwoRates, CapsItsRate, ModuleBesideARate, TakesFeatures])
-def test_a_rate_of_dropout_changed_later_is_the_author_s(layer):
-    block, plain, engine = converted(layer)
-    assert engine == ("shared" if layer is TakesFeatures else "checkpoint")
-    for rate in (0.0, 0.7, 0.95):
-        for each in (block, plain):
-            each.denselayer1.drop_rate = each.denselayer2.drop_rate = rate
-        assert_same_steps(block, plain, 1)
-
-
 def test_norms_keep_their_class_where_nothing_recomputes_them():
     model = build("torchvision")
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
     make_efficient(model)
     model(image_batch("torchvision")).sum().backward()
     assert all(type(norm) is nn.BatchNorm2d for norm in norms)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore")
-def test_training_aware_quantization_finds_all_norms_after_conversion():
-    quantization = pytest.importorskip("torch.ao.quantization")
-    prepare_qat_fx = pytest.importorskip("torch.ao.quantization.quantize_fx").prepare_qat_fx
-    model, x = build("torchvision").float(), image_batch("torchvision").float()
-
-    def prepared_keys(model: nn.Module):
-        return prepare_qat_fx(model, quantization.get_default_qat_qconfig_mapping("fbgemm"), (x,)).state_dict().keys()
-
-    keys = prepared_keys(copy.deepcopy(model))
-    make_efficient(model)
-    model(x).sum().backward()
-    assert prepared_keys(model) == keys
 
 
 class DropsByItsOwnFlag(Layer):

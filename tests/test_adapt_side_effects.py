@@ -57,6 +57,15 @@ class HandsItsOutputOn(Block):
         return copied
 
 
+class HooksItsInput(Block):
+    """Halves the gradient of its input, wherever the input comes from."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad / 2)
+        return super().forward(x)
+
+
 class _CountingLayer(LayerHalves):
     calls = 0
 
@@ -99,6 +108,7 @@ BLOCKS = {
     "appends to its list": (lambda: AppendsToItsList(tiramisu), "outputs of a AppendsToItsList has changed"),
     "appends to a global list": (lambda: AppendsToAGlobalList(tiramisu), "_skips of a AppendsToAGlobalList has"),
     "hands its output on": (lambda: HandsItsOutputOn(tiramisu), "hands its output to another object in its forward"),
+    "hooks its input": (lambda: HooksItsInput(tiramisu), "registers a hook on its input, which would see another"),
     "counts": (lambda: Block(_CountingLayer), "calls of a _CountingLayer was added"),
     "counts in a buffer": (lambda: Block(_LayerWithABuffer), "changes the buffer steps of a _LayerWithABuffer"),
     "norm of its own": (lambda: Block(_own_norm), "changes the buffer running_mean of a RunningNorm"),
@@ -150,7 +160,7 @@ class _DropsByNumPy(Block):
 def test_numbers_drawn_from_numpy_are_noticed_and_its_state_is_left_as_it_was():
     state = numpy.random.get_state()[1].copy()
     report = make_efficient(_DropsByNumPy(tiramisu))
-    assert report.unchanged[""].startswith("draws random numbers from NumPy's generator")
+    assert report.unchanged[""].startswith("draws random numbers from another generator than PyTorch's")
     assert (numpy.random.get_state()[1] == state).all()
 
 

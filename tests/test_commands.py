@@ -1,21 +1,28 @@
 """The commands of a wheel: efficient-densenet predict, memory and doctor; models for torch.hub and Hugging Face."""
 
 import csv
+import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import random_images, small_model
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from safetensors import torch as safetensors
 from samples import DEMOS, DIGITS
+from training.results import plot_curves
 
+from efficient_densenet import DenseNet, fc_densenet56, features, list_models
 from efficient_densenet import __main__ as command
-from efficient_densenet import fc_densenet56, features, list_models
 from efficient_densenet.classify import Classifier
+from efficient_densenet.memory import predict
+from efficient_densenet.memory.picture import draw
 
 ROOT = DEMOS.parent
 
@@ -89,6 +96,13 @@ def test_every_command_has_help_and_others_are_refused(monkeypatch, capsys):
         run(monkeypatch, "predit")
 
 
+@pytest.mark.exhaustive
+def test_a_command_ends_quietly_where_nobody_reads():
+    pipe = f"{sys.executable} -m efficient_densenet doctor | head -1"
+    done = subprocess.run(["bash", "-c", pipe], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout.count("\n")) == ("", 1)
+
+
 MODELS = {
     "another classifier": lambda: small_model("imagenet", dims=1, in_channels=2, efficient="plain"),
     "a backbone": lambda: features(small_model("imagenet"), (1, 2), maps="raw"),
@@ -127,3 +141,20 @@ def test_torch_hub_builds_the_models_of_the_zoo():
     assert set(list_models()) <= set(runpy.run_path(str(ROOT / "hubconf.py")))
     model = torch.hub.load(str(ROOT), "densenet121", source="local", num_classes=3, block_config=(1, 1))
     assert model.num_classes == 3
+
+
+def test_pictures_have_plain_numbers_the_name_of_the_data_and_a_peak(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    losses = {"train_loss": 2.0, "valid_loss": 3.0, "train_error": 0.5, "valid_error": 0.6, "test_error": ""}
+    rows = [losses | {"epoch": epoch, "train_loss": 2 / epoch**2} for epoch in range(1, 9)]
+    plot_curves(tmp_path, rows, "DenseNet", "image folder some/xrays")
+    estimate = predict(DenseNet(4, (2, 2)), (2, 3, 8, 8), device="cpu")
+    draw(estimate, tmp_path / "step.png")
+    texts = []
+    for figure in figures:
+        figure.canvas.draw()
+        texts += [each.get_text() for each in figure.findobj(Text)]
+    assert {"0.05", "0.5", "1", "2", "DenseNet, xrays"} <= set(texts)
+    assert not [text for text in texts if "10^" in text]
+    assert any(re.fullmatch(r"peak: \d+ MiB", text) for text in texts)

@@ -11,7 +11,6 @@ from samples import DEMOS, TINY, demo, global_batch, tiny_trainer
 from torch import nn
 from training.distributed import DistributedContext
 
-ENGINES = ("plain", "official", "checkpoint", "shared", "best")
 SINGLE = DistributedContext(0, 1, torch.device("cpu"))
 
 

@@ -18,6 +18,17 @@ from efficient_densenet.models.layers import DenseLayer
 MIB = 2**20
 
 
+def test_sizes():
+    sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
+    assert {text: parse_bytes("budget", text) for text in sizes} == sizes
+    written = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 123 << 30: "123 GiB"}
+    assert {size: format_bytes(size) for size in written} == written
+    assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
+    for wrong in ("6 gigs", "", "GiB", 0, -5, "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"):
+        with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
+            set_memory_budget(DenseNet(4, (2,)), wrong, (2, 3, 8, 8))
+
+
 class FlatLayer(nn.Sequential):
     """A dense layer in a flat network, where layers in a row run as one block."""
 
@@ -233,14 +244,3 @@ def test_mistakes_about_the_largest_batch_are_one_sentence():
     for image_size in (32, 2):  # at 2 the last norm sees a single value of one image
         with pytest.raises(ValueError, match=r"but a step of one image needs \d+ .iB: give at least that much"):
             largest_batch(model, image_size, "1KiB")
-
-
-def test_sizes():
-    sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
-    assert {text: parse_bytes("budget", text) for text in sizes} == sizes
-    written = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 123 << 30: "123 GiB"}
-    assert {size: format_bytes(size) for size in written} == written
-    assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
-    for wrong in ("6 gigs", "", "GiB", 0, -5, "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"):
-        with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
-            set_memory_budget(DenseNet(4, (2,)), wrong, (2, 3, 8, 8))

@@ -127,6 +127,11 @@ def test_a_changed_weight_is_refused_by_evaluating_predicting_and_loading(words,
         load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
 
 
+def test_a_damaged_config_is_named(copied):
+    _truncate(copied / "run" / "config.json")
+    refused(demo("cp_demo.py", "--evaluate", "run", cwd=copied), "run/config.json is damaged (JSONDecodeError(")
+
+
 @pytest.mark.parametrize(("name", "saved_by_torch"), [("model.pt", True), ("last.pt", False)])
 def test_a_flipped_bit_is_noticed_or_harmless(name, saved_by_torch, stopped, tmp_path):
     path, expected = tmp_path / name, files.load_torch(stopped / "run" / name)

@@ -11,8 +11,6 @@ import torch.utils.checkpoint
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import Tensor, nn
 
-from efficient_densenet import CheckpointFunction
-
 GROWTH, CONFIG, START, CLASSES = 4, (2, 3, 1), 6, 5
 SHAPE = {"growth_rate": GROWTH, "block_config": CONFIG}
 
@@ -44,28 +42,6 @@ class TakesFeatures(LayerHalves):
         if self.efficient and any(each.requires_grad for each in features):
             return self.second_half(torch.utils.checkpoint.checkpoint(self.first_half, *features, use_reentrant=True))
         return self.second_half(self.first_half(*features))
-
-
-class UpdatesInRecomputation(nn.BatchNorm2d):
-    """As in csrhddlam/pytorch-checkpoint: the statistics are updated only when the input requires a gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        momentum = 0.0
-        if x.requires_grad and self.training:
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum
-        statistics = self.running_mean, self.running_var
-        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, momentum, self.eps)
-
-
-class TakesParameters(LayerHalves):
-    """As in csrhddlam/pytorch-checkpoint: the parameters are arguments of an autograd function."""
-
-    def forward(self, *features: Tensor) -> Tensor:
-        if not (self.efficient and any(each.requires_grad for each in features)):
-            return self.second_half(self.first_half(*features))
-        parameters = *self.norm1.parameters(), *self.conv1.parameters()
-        return self.second_half(CheckpointFunction.apply(self.first_half, len(features), *features, *parameters))
 
 
 class FeaturesBlock(nn.Module):

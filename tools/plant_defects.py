@@ -163,7 +163,8 @@ class Copy:
         child = os.fork()
         if child == 0:
             os.setpgid(0, 0)
-            os.dup2(output, 1), os.dup2(output, 2)
+            for standard in (1, 2):
+                os.dup2(output, standard)
             os.chdir(self.folder)
             os.environ["PYTHONPATH"] = str(self.folder)
             sys.path.insert(0, str(self.folder))

@@ -290,7 +290,7 @@ class Run:
                 self._plot()
 
     def _plot(self) -> None:
-        plot_curves(self.directory.folder, self.rows, f"{self.config.name}, {self.dataset.name}")
+        plot_curves(self.directory.folder, self.rows, self.config.name, self.dataset.name)
         self.last_plot = time.monotonic()
 
     def _raise_if_stopped(self) -> None:

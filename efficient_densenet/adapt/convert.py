@@ -11,16 +11,21 @@ from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
-from .connection_pattern import WHOLE
 from .converted import ConvertedBlock, convert_block, convert_whole, restore_block
-from .layer_parts import has_forward
+from .errors import NotRunError, SideEffectError, VerificationError
+from .layer_parts import WHOLE, has_forward
 from .report import Changed, Report, saved_by_shared_engine
 from .sample import dimensions
-from .sequences import ConvertedSequence, has_converted_blocks, holds_converted_blocks, stages_of
-from .stages import BlocksInARow, is_block
+from .sequences import (
+    BlocksInARow,
+    ConvertedSequence,
+    has_converted_blocks,
+    holds_converted_blocks,
+    is_block,
+    stages_of,
+)
 from .structure import count_layers, first_conv, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
-from .trial import NotRunError, SideEffectError, VerificationError
 
 
 def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:

@@ -24,7 +24,7 @@ from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, NoPartsError
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
-from .connection_pattern import WHOLE, ConnectionPattern
+from .errors import VerificationError
 from .find import (
     Conversion,
     find_by_trial,
@@ -33,10 +33,10 @@ from .find import (
     restore_norms,
     update_norms_once,
 )
+from .layer_parts import WHOLE, ConnectionPattern
 from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
 from .sample import Sample
 from .structure import layers_in, may_be_called, patterns_by_calls, read_block
-from .trial import VerificationError
 from .verified import VerifiedModule
 
 
@@ -129,7 +129,7 @@ class ConvertedBlock(VerifiedModule):
         by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
         if by_layers is not None:
             return by_layers(x, run_first_half)
-        if not (recomputes and self._conversion.as_a_whole):
+        if not recomputes:
             return super().forward(x)
         x = unshared(x, run_first_half)
         if run_first_half is layerwise.run_first_half_official:
@@ -156,8 +156,10 @@ class ConvertedBlock(VerifiedModule):
         pattern = self._conversion.pattern
         if pattern is None or pattern.layer_call is not None or self._conversion.whole_layers is not None:
             return
+        calls = patterns_by_calls(self, not pattern.is_layer, pattern.is_layer)
+        if not calls:
+            return
         with suppress(NoPartsError, VerificationError):
-            calls = patterns_by_calls(self, may_be_layer=pattern.is_layer)
             found = find_by_trial(self, super().forward, calls, None, [cast(Sample, self._conversion.sample)])
             self._conversion = replace(self._conversion, whole_layers=found.pattern, saved=found.saved)
 

@@ -17,35 +17,22 @@ from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, undo_update_once
-from .connection_pattern import WHOLE, ConnectionPattern
-from .fingerprint import Fingerprint, drop_rates, fingerprint, why_not_watched
+from .errors import NotRunError, SideEffectError, VerificationError
+from .fingerprint import Fingerprint, fingerprint, why_not_watched
+from .layer_parts import WHOLE, ConnectionPattern
 from .layers import run_layers, run_whole_layers
-from .sample import IMAGES, Sample, dimensions, samples
-from .saved import saved_values_per_pixel
+from .sample import Sample, samples
 from .structure import (
     channels_read,
     looks_dense,
-    may_concatenate,
-    may_return,
     patterns_by_calls,
     patterns_by_parts,
     read_block,
     with_calls,
 )
-from .trial import (
-    MAIN_MODES,
-    MODES,
-    NotRunError,
-    Result,
-    SideEffectError,
-    Trial,
-    VerificationError,
-    describe_modes,
-    modes_of,
-    trial,
-)
+from .trial import MODES, Trial, describe_modes, modes_of, trial
 from .verified import Verified
-from .verify import Results, describe_difference
+from .verify import Results, describe_difference, saved_values_per_pixel
 
 
 @dataclass
@@ -62,7 +49,6 @@ class Conversion(Verified):
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
         kept_bottlenecks: the positions of the layers whose bottlenecks the shared engine saves, as a budget decides.
-        as_a_whole: whether the author's forward may be recomputed as a whole, if running its layers would skip a hook.
     """
 
     engine: Engine | None = None
@@ -73,7 +59,6 @@ class Conversion(Verified):
     saved: tuple[int, int] = (0, 0)
     reason: str | None = None
     recomputes: bool = False
-    as_a_whole: bool = True
     kept_bottlenecks: frozenset[int] | None = None
 
     def fingerprint(self, block: nn.Module) -> Fingerprint:
@@ -87,11 +72,9 @@ class Conversion(Verified):
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
     not."""
-    if not (looks_dense(block) or may_concatenate(block)):
-        raise NoPartsError("found no forward but those of torch, none of which concatenates")
     reason, by_parts, asked = None, [], modes_of(block)
     try:
-        by_parts = patterns_by_parts(block)
+        by_parts = patterns_by_parts(block, may_be_layer)
     except NoPartsError as failure:
         reason = str(failure)
     if asked:
@@ -99,7 +82,7 @@ def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_l
     reason = reason or why_not_watched([*block.modules()])
     if reason is not None:
         by_parts = []
-    by_calls = patterns_by_calls(block, may_be_layer)
+    by_calls = patterns_by_calls(block, looks_dense(block), may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
@@ -133,7 +116,8 @@ def find_by_trial(
             with trial(block, sample) as run:
                 try:
                     first = run.run_once(forward, MODES[0])
-                    patterns = _of_width(block, patterns, sample, first)
+                    if not looks_dense(block) and first.values[0].shape[1] <= sample.channels:
+                        raise VerificationError("returns no more channels than it takes")
                     block_results = [first, *run.run(forward, MODES[1:])]
                 except NotRunError as failure:
                     first_failure = first_failure or failure
@@ -178,21 +162,6 @@ def _with_calls(
     return possible, reason if by_parts or not failures else reason or failures[0]
 
 
-def _of_width(
-    block: nn.Module, patterns: Sequence[ConnectionPattern], sample: Sample, result: Result
-) -> Sequence[ConnectionPattern]:
-    """The patterns by which a block may return what it has returned. Without any, this raises `VerificationError` for a
-    module that does not look dense; the trial of another one finds out what to say."""
-    _, channels, *size = result.values[0].shape
-    same_size = size == [*sample.shape(IMAGES, dimensions(block))[2:]]
-    fitting = [
-        each for each in patterns if each == WHOLE or (same_size and may_return(block, each, sample.channels, channels))
-    ]
-    if not (fitting or looks_dense(block)):
-        raise VerificationError(f"returns {channels} channels for {sample.channels}")
-    return fitting or patterns[:1]
-
-
 def update_norms_once(block: nn.Module) -> None:
     """Put the norms in `block` under the exactly-once rule. (`update_once` would change the names of their classes.)"""
     for module in block.modules():
@@ -215,22 +184,13 @@ def _match(
         found = describe_difference(block_results, run, partial(run_pattern, block, forward, pattern, True))
         if found is None:
             found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
-            trained = [result for result in block_results if result.mode is MAIN_MODES[1]]
-            as_a_whole = describe_difference(trained, run, partial(run_pattern, block, forward, WHOLE, True)) is None
-            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes, as_a_whole=as_a_whole)
+            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes)
         if not by_parts:
             called = partial(run_pattern, block, forward, pattern, False)
             if describe_difference(block_results, run, called) is None:
                 raise SideEffectError(f"has layers that must not be recomputed: it {found}")
-        difference = difference or f"{found}{_about_dropout(block, found)}"
+        difference = difference or found
     raise VerificationError(reason or difference)
-
-
-def _about_dropout(block: nn.Module, difference: str) -> str:
-    """What to say after a difference that evaluation mode, in which there is no dropout, does not have."""
-    if "training mode" not in difference or not any(drop_rates(module) for module in block.modules()):
-        return ""
-    return ", perhaps because its dropout is not after the last convolution of each layer"
 
 
 def run_pattern(

@@ -11,7 +11,7 @@ from ..engine.changed_modules import must_be_called
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, activations_of
 from ..kernels.activations import RELU_SPEC, module_of
-from .connection_pattern import ConnectionPattern, LayerCall
+from .layer_parts import ConnectionPattern, LayerCall
 from .structure import layers_in
 
 AnyLayer = TypeVar("AnyLayer")

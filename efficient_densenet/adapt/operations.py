@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_private import memory_key
 from ..kernels.activations import TABLE, ActivationSpec, spec_of_operation
+from .errors import SideEffectError
 from .layer_parts import POOL_FUNCTIONS, Call, leaf_modules
-from .randomness import Generators
 
 
 class Recorder:
@@ -34,8 +34,7 @@ class Recorder:
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
-    def __init__(self, generators: Generators, block: nn.Module | None = None) -> None:
-        self.generators = generators
+    def __init__(self, block: nn.Module | None = None) -> None:
         self.calls: list[Call] = []
         self._leaves = set() if block is None else set(leaf_modules(block))
         self._depth = 0
@@ -87,8 +86,8 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.Generator):
-                self.recorder.generators.add(value)
+            if isinstance(value, torch.Generator) and value is not torch.default_generator:
+                raise SideEffectError("draws random numbers from a Generator, which a recomputation would draw anew")
         operation = _operation(func)
         function = operation.pooling
         if operation.own_name in _ACTIVATIONS:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..engine.parts import BlockParts, NoPartsError, block_reader
-from .connection_pattern import ConnectionPattern, LayerCall
 from .layer_parts import (
     Call,
+    ConnectionPattern,
+    LayerCall,
     calls_of_layers,
     check_structure,
     in_order_of_use,
@@ -25,14 +26,16 @@ from .layer_parts import (
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def patterns_by_parts(block: nn.Module) -> list[ConnectionPattern]:
+def patterns_by_parts(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
     """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
     if block_reader(block) is not None:  # the reader knows the pattern
         parts = read_block(block, ConnectionPattern())
         return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
-    kinds = [ConnectionPattern(), ConnectionPattern(new_features_only=True), ConnectionPattern(is_layer=True)]
-    if len(layers_in(block)) < 2:  # otherwise any norm-activation-convolution would be a block
-        del kinds[1]
+    kinds = [ConnectionPattern()]
+    if len(layers_in(block)) > 1:  # otherwise any norm-activation-convolution would be a block
+        kinds.append(ConnectionPattern(new_features_only=True))
+    if may_be_layer:
+        kinds.append(ConnectionPattern(is_layer=True))
     possible = [kind for kind in kinds if _why_not(block, kind) is None]
     if not possible:
         raise NoPartsError(_why_not(block, kinds[0] if looks_dense(block) else kinds[-1]))
@@ -60,12 +63,12 @@ def with_calls(block: nn.Module, pattern: ConnectionPattern, runs: Sequence[Sequ
     return pattern
 
 
-def patterns_by_calls(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
-    """The ways to call whole layers: the layers of `block`, if it looks like a dense block, or `block` as a layer."""
+def patterns_by_calls(block: nn.Module, is_dense: bool, may_be_layer: bool) -> list[ConnectionPattern]:
+    """The ways to call whole layers: the layers of `block`, if it may be a dense block, or `block` as a layer."""
     patterns = []
     if not may_be_called(block):
         return patterns
-    if looks_dense(block) and layers_in(block):
+    if is_dense and layers_in(block):
         for call in LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True):
             patterns += [ConnectionPattern(new_features_only=new, layer_call=call) for new in (False, True)]
     if may_be_layer:
@@ -135,25 +138,6 @@ def count_layers(block: nn.Module) -> int:
 def first_conv(module: nn.Module) -> Any:
     """The first convolution inside `module`."""
     return convolutions_in(module)[0]
-
-
-def may_concatenate(block: nn.Module) -> bool:
-    """Whether a module in `block` has a forward that is not torch's, or was registered as a dense block."""
-    if block_reader(block) is not None:
-        return True
-    forwards = (vars(module).get("forward", type(module).forward) for module in block.modules())
-    return not all((each.__module__ or "").startswith("torch.nn.") for each in forwards)
-
-
-def may_return(block: nn.Module, pattern: ConnectionPattern, in_channels: int, out_channels: int) -> bool:
-    """Whether `block` may return so many channels if its forward uses its layers by `pattern`. The channels of layers
-    that are called whole are not known."""
-    if pattern.layer_call is not None:
-        return out_channels > in_channels or not pattern.layer_call.returns_input
-    if block_reader(block) is not None:
-        return True
-    new = sum(_widths(layer)[1] for layer in layers_of(block, pattern))
-    return out_channels == (new if pattern.new_features_only else in_channels + new)
 
 
 def looks_dense(block: nn.Module) -> bool:

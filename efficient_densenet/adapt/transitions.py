@@ -18,6 +18,7 @@ from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
+from .errors import VerificationError
 from .fingerprint import fingerprint, why_not_watched
 from .layer_parts import (
     POOL_FUNCTIONS,
@@ -29,7 +30,7 @@ from .layer_parts import (
     submodule,
 )
 from .sample import Sample
-from .trial import VerificationError, trial
+from .trial import trial
 from .verified import Verified, VerifiedModule
 from .verify import describe_difference
 

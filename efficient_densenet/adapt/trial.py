@@ -19,38 +19,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
+from ..checkpoint.states import GeneratorStates
 from ..engine.changed_modules import HOOKS
 from ..norms.sync_batch_norm import local_statistics
+from .errors import NotRunError, SideEffectError, VerificationError
 from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
 from .layer_parts import Call
 from .operations import Recorder
 from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
-from .randomness import Generators, generators_of, random_states, seed, without_state
+from .randomness import generators_of, random_states, seed, without_state
 from .sample import IMAGES, Sample, dimensions
 from .structure import first_conv
 
 Forward = Callable[[Tensor], Tensor]
-
-
-class VerificationError(Exception):
-    """Raised for a block that is not a dense block; the message says how it differs from a dense block."""
-
-
-class NotRunError(VerificationError):
-    """Raised for a block whose forward raises an error on our trial input, which says nothing against the block."""
-
-    def __init__(self, sample: Sample, error: Exception) -> None:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        self.error = f"{type(error).__name__}: {first_line}"
-        super().__init__(
-            f"could not be tried: our trial calls it with {sample}, and its forward seems to take something else (it "
-            f"raises {self.error})"
-        )
-
-
-class SideEffectError(VerificationError):
-    """Raised for a block whose forward has side effects, so that it must not be recomputed either."""
 
 
 class Mode(NamedTuple):
@@ -125,7 +107,7 @@ class Trial:
     def __init__(self, module: nn.Module, sample: Sample, own_dtype: torch.dtype) -> None:
         self.module, self.sample = module, sample
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.generators = generators_of(module)
+        self.generators = GeneratorStates(generators_of(module))
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES, is_authors: bool = True) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
@@ -134,8 +116,8 @@ class Trial:
     def run_once(self, forward: Forward, mode: Mode, is_authors: bool = True) -> Result:
         """Run `forward` and its backward. Of an author's forward, changes of the module's state are noticed."""
         try:
-            with self.prepared(mode) as (tensors, generators):
-                return self._result(forward, mode, tensors, generators, is_authors)
+            with self.prepared(mode) as tensors:
+                return self._result(forward, mode, tensors, is_authors)
         except VerificationError:
             raise
         except Exception as exc:
@@ -144,41 +126,40 @@ class Trial:
             raise NotRunError(self.sample, exc) from exc
 
     @contextmanager
-    def prepared(self, mode: Mode) -> "Iterator[tuple[_TrialTensors, Generators]]":
+    def prepared(self, mode: Mode) -> "Iterator[_TrialTensors]":
         """Put the modules into `mode`, and all generators into a fixed state; undo all changes of both afterwards."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         seed()
-        generators = Generators(self.generators)
+        self.generators.set()
         try:
             with mode.grad_mode():
-                yield _TrialTensors(self.module, mode, self.own_dtype), generators
+                yield _TrialTensors(self.module, mode, self.own_dtype)
         finally:
             for module, values in before:
                 vars(module).clear()
                 vars(module).update(values)
-            generators.restore()
 
-    def _result(
-        self, forward: Forward, mode: Mode, tensors: "_TrialTensors", generators: Generators, is_authors: bool
-    ) -> Result:
+    def _result(self, forward: Forward, mode: Mode, tensors: "_TrialTensors", is_authors: bool) -> Result:
         x = self.input(mode, self.sample)
         state = fingerprint(self.module) if is_authors else None
         autocast = torch.autocast(x.device.type, torch.bfloat16) if mode.autocast else ExitStack()
-        with Recorder(generators, self.module) as recorder, autocast:
+        with Recorder(self.module) as recorder, autocast:
             output = forward(x)
         if not isinstance(output, Tensor):
             raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
         if x._backward_hooks:
             raise SideEffectError("registers a hook on its input, which would see another gradient")
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
-        recomputes = output.requires_grad and _run_backward(output, generators, mode)
+        recomputes = output.requires_grad and _run_backward(output, mode)
         tensors.check_unchanged(recorder.written)
         change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
-        drawn_from = generators.changed()
-        if drawn_from is not None:
-            raise SideEffectError(f"draws random numbers from {drawn_from}, which a recomputation would draw anew")
+        if self.generators.have_changed():
+            raise SideEffectError(
+                "draws random numbers from another generator than PyTorch's, such as NumPy's, which a recomputation "
+                "would draw anew"
+            )
         reference = weakref.ref(output)
         del output
         _check_released(reference)
@@ -193,10 +174,10 @@ class Trial:
         return x.to(parameter.device, parameter.dtype).requires_grad_(mode.input_requires_grad)
 
 
-def _run_backward(output: Tensor, generators: Generators, mode: Mode) -> bool:
+def _run_backward(output: Tensor, mode: Mode) -> bool:
     """Run a backward, and return whether it ran the forward of a batch norm in training mode."""
     grad_output = torch.linspace(-1, 1, output.numel(), dtype=output.dtype, device=output.device)
-    with Recorder(generators) if mode is MAIN_MODES[1] else nullcontext() as recorder:
+    with Recorder() if mode is MAIN_MODES[1] else nullcontext() as recorder:
         output.backward(grad_output.view_as(output))
     return recorder is not None and recorder.forwards_of_norms > 0
 
@@ -218,7 +199,6 @@ class _TrialTensors:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
             each.training = mode.training != mode.in_other_mode(module, each)
-        self._buffers_before = [(each, dict(each._buffers)) for each in modules]
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
@@ -245,9 +225,6 @@ class _TrialTensors:
         Norms update their buffers once, and modules with parametrizations that have buffers are never recomputed."""
         parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
         known = {module for each in parametrizations if each is not None for module in each.modules()}
-        for module, before in self._buffers_before:
-            if any(module._buffers.get(name) is not tensor for name, tensor in before.items()):
-                raise SideEffectError(f"replaces a buffer of a {type(module).__name__} in its forward")
         for module in self.module.modules():
             buffers = {} if isinstance(module, _NormBase) or module in known else module._buffers
             for kind, tensors in (("parameter", module._parameters), ("buffer", buffers)):
@@ -315,9 +292,9 @@ def _isolated(block: nn.Module) -> Iterator[None]:
     modules = list(block.modules())
     before = [{name: vars(module)[name] for name in (*HOOKS, "training")} for module in modules]
     devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
-    generators = Generators(generators_of(block))
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(GeneratorStates(generators_of(block)).restored())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())
@@ -329,6 +306,5 @@ def _isolated(block: nn.Module) -> Iterator[None]:
                 vars(module).update({name: OrderedDict() for name in HOOKS})
             yield
         finally:
-            generators.restore()
             for module, values in zip(modules, before, strict=True):
                 vars(module).update(values)

@@ -44,8 +44,10 @@ class LayerParts:
 
     Attributes:
         module: the whole layer.
-        norm1, conv1: the first norm and convolution.
-        norm2, conv2: the second norm and convolution, in a layer with a bottleneck.
+        norm1: the first norm.
+        conv1: the first convolution.
+        norm2: the second norm, in a layer with a bottleneck.
+        conv2: the second convolution, in such a layer.
         activations: the activation modules: one for each norm, one for all of them, or none for ReLUs without a module.
         drop_rate: the probability of dropout after the last convolution; 0 for a layer in evaluation mode.
         dropout: the dropout function, called with the features and `drop_rate`.

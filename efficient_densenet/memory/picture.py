@@ -35,22 +35,25 @@ def draw(estimate: MemoryEstimate, path: str | Path, budget: int | None = None) 
         axes.axhspan(0, held, color="0.85", label="held before the step")
         axes.axvline(sum(not is_backward for _, is_backward, _ in order), color="black", linestyle=":")
         axes.set_ylabel("MiB of tensors")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.spines[["top", "right"]].set_visible(False)
         if budget is not None and (axes is above or budget / _MIB < 1.15 * peak):
-            axes.axhline(budget / _MIB, color="red", linestyle="--", label="budget")
-    above.step(xs, ys, label=f"engine {estimate.engine}")
+            axes.axhline(budget / _MIB, color="0.3", linestyle="--", label="budget")
+    above.step(xs, ys, color=COLORS[0], label=f"engine {estimate.engine}")
     if "plain" in estimate.by_engine:
         plain = visits_of(estimate.by_engine["plain"].trace.moments)
-        above.step(*_curve(plain, order, held), label="engine plain")
+        above.step(*_curve(plain, order, held), color=COLORS[3], label="engine plain")
     for visit, moments in visits.items():
         curve, top = _curve({visit: moments}, order, held)
-        below.fill_between(curve, held, top, step="pre", color=f"C{names.index(visit[0]) % 10}", linewidth=0)
-    below.plot(xs[ys.index(peak)], peak, "v", color="black", label=f"peak, {peak:,.0f} MiB")
+        below.fill_between(curve, held, top, step="pre", color=COLORS[names.index(visit[0]) % 6], linewidth=0)
+    below.plot(xs[ys.index(peak)], peak, "v", color="black")
+    below.text(xs[ys.index(peak)], 1.03 * peak, f"peak: {peak:,.0f} MiB", ha="center")
     labels = [part.replace("features.", "") for part, _, _ in order]
     below.set_xticks([i + 0.5 for i in range(len(order))], labels, rotation=30, ha="right", fontsize="small")
     below.set(xlim=(0, len(order)), ylim=(0, 1.15 * peak))
-    above.set_title(f"{'×'.join(map(str, estimate.input_shape))}: the forward, from the dotted line on the backward")
-    for axes in (above, below):
-        axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    above.set(ylim=(0, None), title=f"A training step on {'×'.join(map(str, estimate.input_shape))}, by engine")
+    below.set_title(f"Engine {estimate.engine}, part by part: the forward, and right of the dotted line the backward")
+    above.legend(fontsize="small", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(path, dpi=120)
 
 

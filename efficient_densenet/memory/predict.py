@@ -29,7 +29,8 @@ class MemoryEstimate:
 
     Attributes:
         input_shape: of a batch.
-        device_type, precision: "cpu" or "cuda", and autocast's dtype, for which this is true.
+        device_type: "cpu" or "cuda", for which this is true.
+        precision: autocast's dtype, for which this is true.
         persistent: what training holds between steps: parameters, buffers, gradients, the optimizer's state.
         inputs: the batch.
         spare: what libraries may take besides: a hundredth of the step's peak and, on a GPU, 40 MiB for cuDNN.
@@ -84,8 +85,19 @@ def predict(
 ) -> MemoryEstimate:
     """Predict the memory of `model` on inputs of `input_shape`, from sizes alone: nothing is allocated or computed.
 
-    A copy of the model takes steps on the meta device, which takes seconds whatever the sizes are. The arguments are
-    those of `MetaModel`.
+    A copy of the model takes steps on the meta device, which takes seconds whatever the sizes are. What PyTorch's
+    operations allocate inside themselves is known for those of DenseNets; for other networks it is less exact.
+
+    Args:
+        model: any module; it is not changed, and need not have data.
+        input_shape: of a batch.
+        optimizer: one that trains `model`, or a class or function that makes one of parameters, or "sgd" (with
+            momentum), "adam", "adamw" or "rmsprop"; None for no optimizer.
+        precision: autocast's dtype, or its name; None for no autocast.
+        device: "cpu" or "cuda", on which the steps would run. Default: the model's device or, for a model on the meta
+            device, a GPU if there is one.
+        loss: a function of the model's output. Default: the cross entropy of an output (N, classes, ...), the sum of
+            any other output.
     """
     from ..adapt import make_efficient  # imports the models, which import this package
 

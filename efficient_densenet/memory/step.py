@@ -94,19 +94,7 @@ class StepMemory:
 
 
 class MetaModel:
-    """A model's copy on the meta device, whose steps show their memory. What PyTorch's operations allocate inside
-    themselves is known for those of DenseNets; for other networks it is less exact.
-
-    Args:
-        model: any module; it is not changed, and need not have data.
-        optimizer: one that trains `model`, or a class or function that makes one of parameters, or "sgd" (with
-            momentum), "adam", "adamw" or "rmsprop"; None for no optimizer.
-        precision: autocast's dtype, or its name; None for no autocast.
-        device: "cpu" or "cuda", on which the steps would run. Default: the model's device or, for a model on the meta
-            device, a GPU if there is one.
-        loss: a function of the model's output. Default: the cross entropy of an output (N, classes, ...), the sum of
-            any other output.
-    """
+    """A model's copy on the meta device, whose steps show their memory. The arguments are those of `predict`."""
 
     @torch.inference_mode(False)
     def __init__(

@@ -75,7 +75,7 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
         maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
             "timm" for timm's maps, which are raw except for the last map.
 
-    Example:
+    Examples:
         >>> c2, c3, c4 = features(densenet121(), (2, 3, 4))(images)
 
     torchvision's `BackboneWithFPN`, which runs modules one by one, takes `model.features` and {"denseblock2": "0", …}.

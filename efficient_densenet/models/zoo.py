@@ -94,7 +94,7 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
         adapt_input: for `weights` with other than their number of `in_channels`, as in `load_weights`.
         overrides: arguments of the class that replace the variant's.
 
-    Example:
+    Examples:
         >>> model = create_model("densenet121", weights="DEFAULT", num_classes=14)
     """
     names = list_models()
@@ -178,7 +178,7 @@ def _builder(name: str) -> Callable[..., Any]:
     build.__doc__ = f"""Build a `{cls.__name__}`, which describes the arguments, as `create_model` does `weights` and
     `adapt_input`.
 
-    Example:
+    Examples:
         >>> model = {name}(num_classes=3, in_channels=1)
     """
     return build
