@@ -1,6 +1,7 @@
 """The commands of the package: efficient-densenet or python -m efficient_densenet."""
 
 import importlib
+import signal
 import sys
 
 COMMANDS = {
@@ -22,5 +23,12 @@ def main() -> None:
             sys.exit(f"\nerror: unknown command {command!r}: give one of {', '.join(COMMANDS)}")
 
 
-if __name__ == "__main__":
+def script() -> None:
+    """Run a command that ends quietly where nobody reads any more, as after `| head`."""
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     main()
+
+
+if __name__ == "__main__":
+    script()

@@ -4,6 +4,7 @@ import csv
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,6 +94,13 @@ def test_every_command_has_help_and_others_are_refused(monkeypatch, capsys):
     assert "usage: efficient-densenet COMMAND" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="unknown command 'predit': give one of memory, doctor, predict"):
         run(monkeypatch, "predit")
+
+
+@pytest.mark.exhaustive
+def test_a_command_ends_quietly_where_nobody_reads():
+    pipe = f"{sys.executable} -m efficient_densenet doctor | head -1"
+    done = subprocess.run(["bash", "-c", pipe], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stderr, done.stdout.count("\n")) == ("", 1)
 
 
 MODELS = {

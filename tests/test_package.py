@@ -66,7 +66,7 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
     assert f"\nVersion: {efficient_densenet.__version__}\n" in metadata
     (scripts,) = (name for name in names if name.endswith("/entry_points.txt"))
     with zipfile.ZipFile(wheel) as archive:
-        assert b"\nefficient-densenet = efficient_densenet.__main__:main\n" in archive.read(scripts)
+        assert b"\nefficient-densenet = efficient_densenet.__main__:script\n" in archive.read(scripts)
 
 
 def test_the_wheel_alone_trains_and_importing_it_does_nothing_else(wheel, tmp_path):

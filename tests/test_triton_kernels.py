@@ -13,6 +13,7 @@ from kernel_operations import (
     CONV3X3,
     SIZES,
     check,
+    check_is_portable,
     check_non_finite,
     check_variance_far_from_zero,
     is_case,
@@ -77,10 +78,14 @@ def test_every_operation(
 
 
 @pytest.mark.parametrize("operation", ["conv1x1_forward_with_statistics", "conv1x1_backward"])
-@pytest.mark.parametrize("width", [140, 260])
-def test_wide_bottlenecks(operation, width):
+def test_wide_bottlenecks(operation):
     """In two blocks of output channels, or by portable."""
-    check(operation, Case((1, 3, 7), 17, width))
+    check(operation, Case((1, 3, 7), 17, 140))
+    check_is_portable(triton_kernels, operation, Case((1, 3, 7), 17, 260))
+
+
+def test_pixels_in_no_pooling_window_have_no_gradient():
+    check("pooled_conv1x1_backward", Case((1, 5, 7), 9, 16, overwrite=True))
 
 
 def test_statistics_of_many_tiles_of_rows(monkeypatch):
