@@ -194,6 +194,11 @@ def test_a_change_of_one_module_changes_what_calls_it_and_nothing_else(kind):
         _OUTSIDE.p = 0.0
 
 
+class Made:
+    def __init__(self) -> None:
+        self.number = _numbers["number"]
+
+
 class Called:
     number = 0.1
 
@@ -256,9 +261,17 @@ PLACES = {
         lambda: lambda: _numbers["number"],
     ),
     "an object that is called": (lambda s: s.held(), lambda s, n: _numbers.update(number=n), Called),
+    "an object as the forward makes it": (lambda s: Made().number, lambda s, n: _numbers.update(number=n)),
     "an object that the forward makes": (lambda s: Called()(), lambda s, n: _numbers.update(number=n)),
 }
-UNWATCHED = "six dicts", "a cached function", "all globals", "a deque", "an object that is called"
+UNWATCHED = (
+    "six dicts",
+    "a cached function",
+    "all globals",
+    "a deque",
+    "an object that is called",
+    "an object as the forward makes it",
+)
 USES = {
     "a slope": lambda s, x, n: s.second(s.conv1(F.leaky_relu(s.norm1(x), n))),
     "a limit": lambda s, x, n: s.conv2(F.hardtanh(s.norm2(s.conv1(s.relu1(s.norm1(x)))), -n, n)),

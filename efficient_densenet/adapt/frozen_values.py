@@ -118,7 +118,8 @@ def frozen(value: Any, names: frozenset[str], depth: int = 6, seen: set[Any] | N
         attributes = {} if value in seen else attributes_of_class(value) if isinstance(value, type) else vars(value)
         seen.add(value)
         read = sorted(name for name, each in attributes.items() if name in names or _is_special(name, each))
-        return _identity(value), *((name, frozen(attributes[name], names, depth - 1, seen)) for name in read)
+        kind = Unwatched if isinstance(value, type) and _is_made_by_its_author(value) else Identity
+        return _identity(value, kind=kind), *((name, frozen(attributes[name], names, depth - 1, seen)) for name in read)
     parts = next((parts(value) for cls, parts in _PARTS.items() if isinstance(value, cls)), None)
     if parts is not None:
         return tuple(frozen(each, names, depth - 1, seen) for each in parts)
@@ -175,6 +176,13 @@ def _is_constant(value: Any) -> bool:
         return True
     is_of_them = (type(value).__module__ or "").partition(".")[0] in _WITHOUT_STATE
     return is_of_them and not isinstance(value, nn.Module)
+
+
+def _is_made_by_its_author(cls: type) -> bool:
+    """Whether a forward that makes an object of this class runs a function of its author, which may read anything. A
+    module's class is usually named for `super` alone."""
+    authors = () if issubclass(cls, nn.Module) else (vars(each) for each in cls.__mro__ if not is_of_a_library(each))
+    return any(isinstance(each.get(name), FunctionType) for each in authors for name in ("__init__", "__new__"))
 
 
 def _is_special(name: str, attribute: Any) -> bool:
