@@ -187,7 +187,8 @@ def test_threads_get_one_kernel(monkeypatch):
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
     package = Path(compilation.__file__).parents[1]
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("__pycache__", "host"))
-    shutil.copy(package.parent / "activations.py", tmp_path)
+    for name in ("activations.py", "interface.py"):
+        shutil.copy(package.parent / name, tmp_path)
     copied = sorted(tmp_path.rglob("*.py"))
     monkeypatch.setattr(compilation.importlib.resources, "files", lambda name: tmp_path.joinpath(*name.split(".")[2:]))
     hashes = {compilation._hash_of_sources.__wrapped__(), compilation._hash_of_sources()}

@@ -165,11 +165,12 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of all files below the host, and of activations' formulas: a kernel calls functions from many files."""
+    """A hash of all files below the host, and of formulas and constants beside them: a kernel uses many files."""
     package = importlib.resources.files(__name__.rpartition(".compiler.")[0])
     folders = package, package / "compiler", package / "kernels"
     files = [(folder.name, file) for folder in folders for file in folder.iterdir()]
-    files.append(("", importlib.resources.files(activations.__name__.rpartition(".")[0]) / "activations.py"))
+    beside = importlib.resources.files(activations.__name__.rpartition(".")[0])
+    files += [("", beside / name) for name in ("activations.py", "interface.py")]
     sources = sorted((folder, file.name, file.read_bytes()) for folder, file in files if file.name.endswith(".py"))
     return hashlib.sha256(repr(sources).encode()).hexdigest()
 
