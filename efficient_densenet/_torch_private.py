@@ -1,4 +1,4 @@
-"""The private names of PyTorch that the package uses, each looked up once, and one function for each.
+"""The private names of PyTorch that eager mode uses, and one function for each; compilers' are in `_compilers.py`.
 
 A release of PyTorch may drop any of them. Importing the package and the engine `plain` need none; a feature that needs
 one is lost, and says so. `tests/test_torch_private.py` tests each function, and removes each name in turn.

@@ -120,7 +120,7 @@ class ConvertedBlock(VerifiedModule):
         return parts
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
-        """Run the block layer by layer; if that would skip a module with a hook, recompute the author's forward."""
+        """Run the block layer by layer; if that would skip a module with a hook, by the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and any(map(_updates_in_a_forward_of_its_own, self.modules())):
             return super().forward(x)

@@ -112,7 +112,7 @@ def _grow(
 
 
 def skips_a_hook(block: BlockParts) -> bool:
-    """Whether a module inside a layer has a hook, or a replaced forward, but is not called by `run_layers`."""
+    """Whether a layer or a module inside it has a hook, or a replaced forward, but is not called by `run_layers`."""
     for layer in block.layers:
         called = {*layer.norms, *layer.convolutions, *layer.activations}
         if any(must_be_called(module) and module not in called for module in layer.module.modules()):

@@ -41,7 +41,7 @@ class Backward:
         block's output, each of which may be None."""
         self.grad_block = grad_block
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
-        if grad_consumer is None:  # nothing will overwrite it
+        if grad_consumer is None:  # the loss depends on the block's output alone, and nothing overwrites grad_accum
             self.grad_accum.zero_()
         if self.spec.consumer is not None and grad_consumer is not None:
             self._consumer(self.spec.consumer, grad_consumer)

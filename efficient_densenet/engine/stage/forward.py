@@ -94,7 +94,7 @@ class Forward:
         return self.inputs.running_statistics[start : start + 2]
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
-        """A layer's output, its statistics if a kernel has computed them, and the bias that is not added to it yet."""
+        """A layer's output, its statistics if a kernel has computed them, and the bias that `write` is to add to it."""
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         last, input = self.tensors[norms.stop - 1], self._norm(norms.start, layer.activation1)
         if layer.width:

@@ -1,1 +1,1 @@
-"""The Triton kernels for NVIDIA GPUs: `operations` on the host, `kernels` and `statistics_kernels` on the device."""
+"""The Triton kernels for NVIDIA GPUs: `host/` launches what `device/` has, from `host/operations.py`."""

@@ -165,7 +165,7 @@ def _target() -> Any:
 
 @functools.cache
 def _hash_of_sources() -> str:
-    """A hash of all files below the host, and of formulas and constants beside them: a kernel uses many files."""
+    """A hash of all files but the host's, and of the formulas and constants of all sets: a kernel uses many files."""
     package = importlib.resources.files(__name__.rpartition(".compiler.")[0])
     folders = package, package / "compiler", package / "kernels"
     files = [(folder.name, file) for folder in folders for file in folder.iterdir()]

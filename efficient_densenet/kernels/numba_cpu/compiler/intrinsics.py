@@ -17,7 +17,7 @@ _NO_WRAPPERS = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 inlined = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, inline="always")
 compiled = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS)
 inlined_by_llvm = njit(**COMPILE_OPTIONS, **_NO_WRAPPERS, forceinline=True)
-"""Decorates the functions that kernels call."""
+"""These three decorate the functions that kernels call."""
 
 
 @intrinsic

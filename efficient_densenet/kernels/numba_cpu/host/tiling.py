@@ -17,7 +17,7 @@ TILE = 192
 """The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""
 
 TILE_BYTES = 1 << 21
-"""The most bytes of a tile's scratch, unless a quarter of the rows needs more."""
+"""The most bytes of a tile's scratch, unless a quarter of `TILE` rows needs more."""
 
 _FLOAT64_BYTES = 8
 """Partial sums are in float64."""
