@@ -116,7 +116,8 @@ def _predict(options: argparse.Namespace) -> int:
     classifier = load_classifier(options.model)
     classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as files:
-        table = options.csv and csv.writer(files.enter_context(options.csv.open("w", newline="")))
+        writes = {"newline": "", "encoding": "utf-8", "errors": "backslashreplace"}
+        table = options.csv and csv.writer(files.enter_context(options.csv.open("w", **writes)))
         if table:
             table.writerow(("image", "rank", "class", "probability"))
         for path in paths:
@@ -130,8 +131,9 @@ def _predict(options: argparse.Namespace) -> int:
             if table:
                 table.writerows((path, rank, *found) for rank, found in enumerate(prediction.likeliest, 1))
             if options.cam:
-                options.cam.mkdir(parents=True, exist_ok=True)
-                prediction.overlay().save(options.cam / f"{'_'.join(path.parts).strip('/_')}.png")
+                map_file = options.cam.joinpath(*(part for part in path.parts if part not in (path.anchor, "..")))
+                map_file.parent.mkdir(parents=True, exist_ok=True)
+                prediction.overlay().save(f"{map_file}.png")
     return undecodable
 
 

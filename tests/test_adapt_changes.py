@@ -269,7 +269,6 @@ UNWATCHED = (
     "a cached function",
     "all globals",
     "a deque",
-    "an object that is called",
     "an object as the forward makes it",
 )
 USES = {

@@ -287,9 +287,18 @@ class ScalesItsWeightsGradient(nn.BatchNorm2d):
         return F.batch_norm(x, mean, var, weight, self.bias, self.training, self.momentum, self.eps)
 
 
+class ReadsItsStatistics(nn.BatchNorm2d):
+    """Begins to when its counter says so, as batch renormalization does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1 + 0.2 * min(int(self.num_batches_tracked), 3)
+        return super().forward(x) * factor + self.running_mean.mean() * (factor - 1)
+
+
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize(
-    ("norm", "expected"), [(UpdatesWithGradientsOnly, ""), (ScalesItsWeightsGradient, "checkpoint")]
+    ("norm", "expected"),
+    [(UpdatesWithGradientsOnly, ""), (ScalesItsWeightsGradient, "checkpoint"), (ReadsItsStatistics, "checkpoint")],
 )
 def test_norms_whose_forward_is_not_torch_s_are_called(norm, expected):
     block, plain, engine = converted(TakesFeatures, norm=norm)
@@ -321,3 +330,39 @@ def test_a_replaced_convolution_is_called(patch, monkeypatch):
     for each in (block, plain):
         patch(each, monkeypatch)
     assert_same_steps(block, plain)
+
+
+class Depth:
+    """An object of the author's: drops everything at random, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.rate, self.calls = 0.0, 0
+
+    def drop(self, x: Tensor) -> Tensor:
+        return x * 0 if self.rate and random.random() < self.rate else x
+
+    def count(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("method", ["drop", "count"])
+def test_an_object_that_a_layer_calls_does_what_it_does_in_plain(method):
+    """Its random numbers and counters are no layer's to recompute, also where they begin after the conversion."""
+
+    class CallsAnObject(TakesFeatures):
+        def forward(self, *features: Tensor) -> Tensor:
+            return super().forward(*(getattr(self.depth, method)(each) for each in features))
+
+    torch.manual_seed(3)
+    block = features_block(CallsAnObject)
+    for layer in block.children():
+        layer.depth = Depth()
+    plain = copy.deepcopy(block)
+    make_efficient(block)
+    for each in (block, plain):
+        for layer in each.children():
+            layer.depth.rate, layer.depth.calls = 0.5, 0
+    assert_same_steps(block, plain)
+    assert [layer.depth.calls for layer in block.children()] == [layer.depth.calls for layer in plain.children()]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from checkpoint_outcomes import (
     RUNS,
     assert_network_like_plain,
+    assert_same_outcome,
     assert_same_tensors,
     network,
     networks,
@@ -22,6 +23,7 @@ from grids import grid
 from helpers import assert_same_buffers
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from efficient_densenet.checkpoint import checkpoint
 
@@ -37,6 +39,28 @@ def test_dropout_repeats_its_mask(preserve):
     output.sum().backward()
     assert torch.equal(x.grad, output.detach()) == preserve
     assert torch.equal(torch.get_rng_state(), state) == preserve
+
+
+@pytest.mark.parametrize("operation", [torch.ops.aten.rand_like.default, torch.ops.aten.native_dropout.default])
+def test_random_operations_after_a_saved_one_draw_what_they_drew_in_the_forward(operation):
+    generator = torch.Generator()
+
+    def function(x: Tensor) -> Tensor:
+        y = F.dropout(x, 0.5) * torch.rand_like(x)
+        mask = torch.empty_like(x).bernoulli_(0.5) + torch.rand(50, generator=generator, dtype=x.dtype)
+        return (F.dropout(y.sin(), 0.5) * torch.rand_like(x) * mask).exp()
+
+    def seeded(call: Callable, x: Tensor) -> Tensor:
+        generator.manual_seed(3)
+        return call(function, x)
+
+    def saves(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is operation else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, saves)
+    run, x = functools.partial(checkpoint, context_fn=contexts, generators=[generator]), tensor(50).requires_grad_()
+    actual, expected = (outcome(functools.partial(seeded, call), [x]) for call in (run, lambda f, x: f(x)))
+    assert_same_outcome(actual, expected)
 
 
 def test_a_generator_passed_by_the_caller():

@@ -51,7 +51,7 @@ def test_predict_a_folder(tmp_path, monkeypatch, capsys):
     shown = (f"{row['class']} ({float(row['probability']):.1%})" for row in rows)
     assert printed.out == "".join(f"{rows[i]['image']}: {next(shown)}, {next(shown)}\n" for i in (0, 2))
     for name in ("digit_3", "digit_7"):
-        with Image.open(f"maps/some_{name}_{name}.png.png") as drawn:
+        with Image.open(f"maps/some/{name}/{name}.png.png") as drawn:
             assert drawn.size == (32, 32)
             assert len(drawn.getcolors(32 * 32)) > 100
 
@@ -130,11 +130,38 @@ def test_models_saved_for_hugging_face_are_built_again(which, tmp_path, capsys):
         type(model).from_pretrained(tmp_path)
 
 
-def test_an_activation_that_has_no_name_is_not_saved(tmp_path):
-    model = small_model("bc", activation=torch.nn.SiLU)
-    with pytest.raises(ValueError, match="found a model whose activation cannot be written: save its state_dict"):
-        model.save_pretrained(tmp_path / "model")
+def _other_head() -> DenseNet:
+    model = small_model("bc")
+    model.classifier = torch.nn.Linear(model.num_features, 7)
+    return model
+
+
+def _other_activation() -> DenseNet:
+    model = small_model("bc")
+    model.features.denseblock1.denselayer1.relu1 = torch.nn.SiLU()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: small_model("bc", activation=torch.nn.SiLU), "found a model whose activation cannot be written: save"),
+        (_other_head, "found that classifier has changed since the model was built"),
+        (_other_activation, "found that features.denseblock1.denselayer1.relu1 has changed since"),
+    ],
+)
+def test_a_model_that_its_arguments_do_not_build_again_is_not_saved(make, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        make().save_pretrained(tmp_path / "model")
     assert not Path(tmp_path / "model").exists()
+
+
+def test_neither_a_run_nor_a_model_without_a_config_is_taken_for_a_saved_model(tmp_path):
+    (tmp_path / "last.pt").touch()
+    with pytest.raises(ValueError, match="of a training run"):
+        small_model("bc").save_pretrained(tmp_path)
+    with pytest.raises(FileNotFoundError, match="which says how to build the model"):
+        DenseNet.from_pretrained(tmp_path)
 
 
 def test_torch_hub_builds_the_models_of_the_zoo():

@@ -1,12 +1,13 @@
 """Values in an immutable form, to be compared later. Equal forms mean equivalent values.
 
-A number that a forward reads may come from anywhere. What has no such form, such as an object of an author's class or a
-`deque`, is `Unwatched`: it may change what a forward computes, and nobody would notice.
+A number that a forward reads may come from anywhere. What has no such form, such as a `deque`, is `Unwatched`: it may
+change what a forward computes, and nobody would notice.
 """
 
 import re
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -22,6 +23,7 @@ from types import (
     MethodDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
     WrapperDescriptorType,
 )
 from typing import Any
@@ -30,10 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from .outside import (
+    READ_ANY_ATTRIBUTE,
     READ_ANYTHING,
     attributes_of_class,
+    is_known,
     is_of_a_library,
     names_in_function,
+    names_read,
     values_read_by,
 )
 
@@ -112,8 +117,11 @@ def frozen(value: Any, names: frozenset[str], depth: int = 6, seen: set[Any] | N
         return _frozen_function(value, names, depth, seen)
     if not depth:
         return _identity(value, kind=Unwatched)
-    if isinstance(value, _COLLECTIONS) and type(value).__module__ in ("builtins", "collections"):
-        return _frozen_collection(value, names, depth, seen)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        form = _frozen_collection(value, names, depth, seen)
+        return form if is_of_a_library(type(value)) else (form, *_frozen_object(value, names, depth, seen)[1:])
+    if _is_array(value):
+        return value.tobytes() if value.nbytes <= _SMALL_ARRAY else _identity(value, kind=Unwatched)
     if isinstance(value, (type, ModuleType)):
         attributes = {} if value in seen else attributes_of_class(value) if isinstance(value, type) else vars(value)
         seen.add(value)
@@ -123,7 +131,7 @@ def frozen(value: Any, names: frozenset[str], depth: int = 6, seen: set[Any] | N
     parts = next((parts(value) for cls, parts in _PARTS.items() if isinstance(value, cls)), None)
     if parts is not None:
         return tuple(frozen(each, names, depth - 1, seen) for each in parts)
-    return _identity(value, kind=Unwatched)
+    return _frozen_object(value, names, depth, seen)
 
 
 def _frozen_collection(value: Any, names: frozenset[str], depth: int, seen: set[Any]) -> Any:
@@ -136,6 +144,31 @@ def _frozen_collection(value: Any, names: frozenset[str], depth: int, seen: set[
         (frozen(key, names) if isinstance(key, _SIMPLE_KEYS) else _identity(key), frozen(each, names, depth - 1, seen))
         for key, each in value.items()
     )
+
+
+def _frozen_object(value: Any, names: frozenset[str], depth: int, seen: set[Any]) -> Any:
+    """The attributes of an object that code may read, and those of its class."""
+    cls, inside, is_watched = type(value), {}, True
+    with suppress(Exception):  # of an author's `__getattr__`
+        inside |= getattr(value, "__dict__", {})
+    members = [each for of_class in cls.__mro__ for each in vars(of_class).values()]
+    slots = [each for each in members if isinstance(each, MemberDescriptorType)]
+    for slot in slots:
+        with suppress(AttributeError):  # not set
+            inside[slot.__name__] = slot.__get__(value)
+    names |= names_read(cls)
+    if isinstance(value, nn.Module):
+        inside = {name: each for name, each in inside.items() if name not in OF_EVERY_MODULE} | value._modules
+        is_watched = False  # it may be one of the layer's modules, which another may replace there
+    elif not isinstance(value, SimpleNamespace):
+        is_python_s = (cls.__reduce_ex__, cls.__reduce__) == (object.__reduce_ex__, object.__reduce__)
+        is_watched = is_python_s and bool(slots or cls.__dictoffset__ or cls is object)
+    if not (is_known(cls) or names & READ_ANY_ATTRIBUTE):
+        inside = {name: each for name, each in inside.items() if name in names}
+    form = [(name, frozen(each, names, depth - 1, seen)) for name, each in inside.items()]
+    if not (is_known(cls) or is_of_a_library(cls)):
+        form.append((_identity(cls), *frozen(cls, names, depth, seen)[1:]))  # nobody makes another object
+    return _identity(value, kind=Identity if is_watched else Unwatched), *form
 
 
 def _frozen_function(function: FunctionType, names: frozenset[str], depth: int, seen: set[Any]) -> Any:
@@ -175,7 +208,7 @@ def _is_constant(value: Any) -> bool:
     if isinstance(value, _CONSTANT):
         return True
     is_of_them = (type(value).__module__ or "").partition(".")[0] in _WITHOUT_STATE
-    return is_of_them and not isinstance(value, nn.Module)
+    return is_of_them and not (_is_array(value) or isinstance(value, nn.Module))
 
 
 def _is_made_by_its_author(cls: type) -> bool:
@@ -188,6 +221,10 @@ def _is_made_by_its_author(cls: type) -> bool:
 def _is_special(name: str, attribute: Any) -> bool:
     """Whether this is a method such as `__call__`, which code calls without naming it."""
     return name.startswith("__") and isinstance(attribute, FunctionType)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(type(value), "__array_interface__")
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
@@ -218,7 +255,7 @@ _CONSTANT += (
     type(...),
     type(NotImplemented),
 )
-_WITHOUT_STATE = {"torch", "typing", "logging", "operator"}
-_COLLECTIONS = (list, tuple, set, frozenset, dict)
+_WITHOUT_STATE = {"torch", "numpy", "typing", "logging", "operator"}
 _SIMPLE_KEYS = (bool, int, float, complex, str, bytes, tuple)
 _MANY = 10_000
+_SMALL_ARRAY = 1 << 12  # bytes

@@ -34,7 +34,7 @@ class ModuleState:
         self.is_managed = self.is_sharded or is_distributed_wrapper(module)
         self.at_forward = self.snapshot()
         self.parameters: dict[str, Any] = {}
-        self.buffers = {name: _copied(buffer) for name, buffer in self._current_buffers().items()}
+        self.buffers = {name: _copied(name, buffer) for name, buffer in self._current_buffers().items()}
 
     def snapshot(self) -> _Snapshot:
         """The present state, but for the buffers."""
@@ -94,7 +94,8 @@ class ModuleState:
     def lend_buffers(self) -> None:
         """Give the module copies of its buffers, with the values of the forward, which the recomputation may change.
 
-        A boolean or integer buffer, such as a flag or a counter, is copied with its current values.
+        A boolean or integer buffer, such as a flag, is copied with its current values, a batch norm's counter with that
+        of the forward.
         """
         for name in self.buffers.keys() & self._current_buffers().keys() if self.buffers else ():
             original, version, values = self.buffers[name]
@@ -107,12 +108,13 @@ class ModuleState:
             self.module._buffers[name] = (original if values is None else values).clone()
 
     def _current_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that a recomputation may read or change. A training `UpdatesOnce` does neither."""
+        """Return the buffers that a recomputation may read or change. A training `UpdatesOnce` does neither, unless its
+        author's forward reads its statistics."""
         module = self.module
         buffers = module._buffers
         if not buffers or self.is_managed:
             return {}
-        if isinstance(module, UpdatesOnce) and module.training and not _has_hooks(module):
+        if isinstance(module, UpdatesOnce) and module.training and not (_has_hooks(module) or _has_own_forward(module)):
             return {}
         return {name: b for name, b in buffers.items() if b is not None and not (b.requires_grad or b.is_inference())}
 
@@ -142,9 +144,17 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
-def _copied(buffer: Tensor) -> tuple[Tensor, int, Tensor | None]:
-    """Return a buffer, its version, and a copy of its values if the buffer is small and floating-point."""
-    is_copied = buffer.is_floating_point() and buffer.numel() <= _MAX_COPIED_ELEMENTS
+def _has_own_forward(module: nn.Module) -> bool:
+    """Return True if a class that is neither PyTorch's nor ours defines the module's forward."""
+    classes = (cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return not all(cls.__module__.startswith(("torch.", "efficient_densenet.")) for cls in classes)
+
+
+def _copied(name: str, buffer: Tensor) -> tuple[Tensor, int, Tensor | None]:
+    """Return a buffer, its version, and a copy of its values if the buffer is small, and floating-point or a counter of
+    batches."""
+    has_values_of_forward = buffer.is_floating_point() or name == "num_batches_tracked"
+    is_copied = has_values_of_forward and buffer.numel() <= _MAX_COPIED_ELEMENTS
     return buffer, buffer._version, buffer.clone() if is_copied else None
 
 

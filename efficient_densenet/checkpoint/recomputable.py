@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
@@ -66,6 +67,7 @@ class RecomputableCall:
         hosts = host_generators() if any(state.has_hooks() for state in self.states) else ()
         generators = [*default_generators(leaves), *options.generators, *hosts] if options.preserve_rng_state else ()
         self.generators = GeneratorStates(generators)
+        self.random_states: list[GeneratorStates] = []
 
     def __call__(self, *leaves: Any) -> Any:
         args, kwargs = (leaves, {}) if self.spec is None else tree_unflatten(leaves, self.spec)
@@ -74,7 +76,7 @@ class RecomputableCall:
         self.is_forward = False
         try:
             with checkpointed_forward():
-                result = self._run(args, kwargs)
+                result = self._run(args, kwargs, self._save_random_state)
         except BaseException as error:
             self.error = error
             return None
@@ -87,13 +89,38 @@ class RecomputableCall:
     def _recompute(self, leaves: Sequence[Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         for state in self.states:
             state.check_parameters(self.function)
+        states = iter(self.random_states)
         with recomputing(), modules_restored(self.states), self.generators.restored(), _without_new_hooks(leaves):
-            return self._run(args, kwargs)
+            return self._run(args, kwargs, lambda: next(states).set())
 
-    def _run(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        user_context = nullcontext() if self.options.context_fn is None else in_user_context()
-        with user_context, parameters_saved():
+    def _run(self, args: tuple, kwargs: dict[str, Any], before_random_operation: Callable[[], None]) -> Any:
+        if self.options.context_fn is None:
+            with parameters_saved():
+                return self.function(*args, **kwargs)
+        restores = self.options.preserve_rng_state
+        random_operations = _RandomOperations(before_random_operation) if restores else nullcontext()
+        with in_user_context(), parameters_saved(), random_operations:
             return self.function(*args, **kwargs)
+
+    def _save_random_state(self) -> None:
+        self.random_states.append(GeneratorStates(self.generators.generators))
+
+
+class _RandomOperations(TorchDispatchMode):
+    """Calls a function before each random operation.
+
+    Selective checkpointing, below this mode, does not repeat a random operation whose result it has saved. So each
+    random operation of a recomputation is given the state of the generators that it had in the forward.
+    """
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self.call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            self.call()
+        return func(*args, **(kwargs or {}))
 
 
 def parameters_saved() -> AbstractContextManager:

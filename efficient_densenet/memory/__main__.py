@@ -43,6 +43,10 @@ def _report(options: argparse.Namespace) -> None:
     usual = 32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224
     sides = options.image_size or [usual]
     image_shape = (model.in_channels, *(sides * model.dims if len(sides) == 1 else sides))
+    if options.json and options.card is None:
+        raise ValueError("--json prints what fits a card: give --card too")
+    if options.card is not None and (options.measure or options.budget is not None):
+        raise ValueError("found --card with --measure or --budget, which are about one batch: leave one of them out")
     if options.card is not None:
         _report_card(options, model, image_shape)
         return

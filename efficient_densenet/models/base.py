@@ -1,15 +1,18 @@
 """The base class of all models of this package: an engine for the dense blocks, and a check of the input."""
 
 import inspect
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from .._compilers import records_sizes
 from ..engine import choose
+from ..norms.batch_norm import torch_class
 from ..weights.load import WeightsReport
 from .dimensions import NORMS, modules_for
 from .hub import as_hub_model, hub_class
@@ -37,13 +40,37 @@ class DenseModel(nn.Module):
 
         `options` are those of Hugging Face's `PyTorchModelHubMixin`, such as `push_to_hub=True`.
         """
+        self._check_arguments()
+        run = [name for name in ("model.pt", "last.pt") if Path(folder, name).exists()]
+        if run:
+            raise ValueError(
+                f"{folder} has a {run[0]} of a training run, whose config.json would go: take another folder"
+            )
+        as_hub_model(self).save_pretrained(folder, config=self.arguments, **options)
+
+    def _check_arguments(self) -> None:
+        """Raise ValueError if the arguments do not build this model again."""
         missing = inspect.signature(type(self)).parameters.keys() - self.arguments.keys()
         if missing:
             raise ValueError(
                 f"found a model whose {sorted(missing)[0]} cannot be written: save its state_dict(), or build it with "
-                "the name of an activation"
+                "plain values, such as the name of an activation"
             )
-        as_hub_model(self).save_pretrained(folder, config=self.arguments, **options)
+        try:
+            json.dumps(dict(self.arguments))
+        except TypeError as error:
+            raise ValueError(
+                f"found an argument that cannot be written ({error}): build the model with plain values"
+            ) from error
+        with torch.device("meta"):
+            built = type(self)(**self.arguments)
+        ours, theirs = _described(self), _described(built)
+        changed = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+        if changed:
+            raise ValueError(
+                f"found that {changed[0]} has changed since the model was built ({ours.get(changed[0])}, where its "
+                f"arguments make {theirs.get(changed[0])}): save its state_dict(), or build it with other arguments"
+            )
 
     @classmethod
     def from_pretrained(cls: type[Model], name: str | Path, **options: Any) -> Model:
@@ -52,6 +79,8 @@ class DenseModel(nn.Module):
         `options` are those of Hugging Face's `PyTorchModelHubMixin`, such as `revision`, and arguments of the class
         that replace the saved ones, such as `efficient`.
         """
+        if Path(name).is_dir() and not Path(name, "config.json").is_file():
+            raise FileNotFoundError(f"{name} has no config.json, which says how to build the model: save it again")
         model = hub_class(cls).from_pretrained(name, **{"strict": True} | options)
         model.__class__ = cls
         return model
@@ -113,3 +142,9 @@ class DenseModel(nn.Module):
 
     def _trains_norms(self, block: nn.Module) -> bool:
         return any(isinstance(module, NORMS[self.dims]) and module.training for module in block.modules())
+
+
+def _described(model: nn.Module) -> dict[str, str]:
+    """What each module and tensor is, without values."""
+    modules = {name: f"{torch_class(each).__name__}({each.extra_repr()})" for name, each in model.named_modules()}
+    return modules | {name: str(tuple(each.shape)) for name, each in model.state_dict().items()}
