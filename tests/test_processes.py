@@ -120,6 +120,14 @@ def test_a_checkpoint_of_two_processes_is_loaded_by_one(folder):
     assert process_steps.loads(folder)
 
 
+@pytest.mark.usefixtures("process_group_of_one")
+def test_a_sharded_layer_with_a_hook_of_the_user_is_refused():
+    model = process_steps._fully_shard(DenseNet(4, (2, 2), num_init_features=6, efficient="shared"), "layer")
+    model.features.denseblock1.denselayer2.register_forward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="found parameters that fully_shard shards on each DenseLayer inside"):
+        model(torch.randn(2, 3, 8, 8))
+
+
 def test_a_module_in_the_place_of_another_is_named():
     model = process_steps.MODELS["converted"]("shared")
     model.features.denseblock1.denselayer2.relu1 = nn.ELU()

@@ -148,7 +148,7 @@ def _frozen_collection(value: Any, names: frozenset[str], depth: int, seen: set[
 
 def _frozen_object(value: Any, names: frozenset[str], depth: int, seen: set[Any]) -> Any:
     """The attributes of an object that code may read, and those of its class."""
-    cls, inside, is_watched = type(value), {}, True
+    cls, inside, is_watched = type(value), {}, isinstance(value, SimpleNamespace)
     with suppress(Exception):  # of an author's `__getattr__`
         inside |= getattr(value, "__dict__", {})
     members = [each for of_class in cls.__mro__ for each in vars(of_class).values()]
@@ -157,10 +157,9 @@ def _frozen_object(value: Any, names: frozenset[str], depth: int, seen: set[Any]
         with suppress(AttributeError):  # not set
             inside[slot.__name__] = slot.__get__(value)
     names |= names_read(cls)
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module):  # perhaps one of the layer's modules, which another may replace there: not watched
         inside = {name: each for name, each in inside.items() if name not in OF_EVERY_MODULE} | value._modules
-        is_watched = False  # it may be one of the layer's modules, which another may replace there
-    elif not isinstance(value, SimpleNamespace):
+    elif not is_watched:
         is_python_s = (cls.__reduce_ex__, cls.__reduce__) == (object.__reduce_ex__, object.__reduce__)
         is_watched = is_python_s and bool(slots or cls.__dictoffset__ or cls is object)
     if not (is_known(cls) or names & READ_ANY_ATTRIBUTE):

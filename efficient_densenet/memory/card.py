@@ -37,8 +37,8 @@ def what_fits(
     image_size: int | Sequence[int],
     card: int | str,
     *,
-    engines: Sequence[str] = ("plain", "shared"),
-    precisions: Sequence[Precision] = ("float32", "bf16"),
+    engines: str | Sequence[str] = ("plain", "shared"),
+    precisions: str | Sequence[Precision] = ("float32", "bf16"),
     batch_size: int | None = None,
     optimizer: OptimizerLike = "sgd",
     loss: Loss | None = None,
@@ -49,6 +49,8 @@ def what_fits(
     """
     from ..adapt import make_efficient  # imports the models, which import this package
 
+    engines = [engines] if isinstance(engines, str) else engines
+    precisions = [precisions] if isinstance(precisions, str) else precisions
     budget = usable(card)
     for precision in precisions:
         traced = MetaModel(model, optimizer=optimizer, precision=precision, device="cuda", loss=loss)
