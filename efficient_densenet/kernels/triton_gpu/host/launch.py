@@ -9,7 +9,6 @@ launch hooks. With versions of Triton that this file does not know, replays are 
 
 import functools
 import itertools
-import operator
 import re
 import warnings
 from collections.abc import Sequence
@@ -60,19 +59,22 @@ class Launches(launches.Launches):
         self._recorded = recorded  # keeps compiled kernels alive, which unload their code
         self._launchers = [_launcher(*launch, len(arguments)) for launch, arguments in recorded]
         tensors = [each for _, arguments in recorded for each in arguments]
-        self._memories, self._offsets = [each.memory for each in tensors], [each.offset for each in tensors]
+        places = torch.tensor([[each.memory, each.offset] for each in tensors], dtype=torch.int64, device="cpu")
+        self._memories, self._offsets = places.t().contiguous()
+        self._first_memory = tensors[0].memory
         ends = itertools.accumulate((len(arguments) for _, arguments in recorded), initial=0)
         self._slices = list(itertools.starmap(slice, itertools.pairwise(ends)))
 
     def __call__(self, run: launches.Run) -> None:
-        device = run.values[self._memories[0]].get_device()
+        device = run.values[self._first_memory].get_device()
         if None in self._launchers or _has_launch_hooks() or device != torch.cuda.current_device():
             for (prepared, _), arguments in self._recorded:
                 _launch_by_triton(prepared, [run.tensor(each) for each in arguments])
             return
         active: Any = driver.active
         stream = active.get_current_stream(device)
-        addresses = list(map(operator.add, map(run.addresses.__getitem__, self._memories), self._offsets))
+        starts = torch.frombuffer(run.addresses, dtype=torch.int64).index_select(0, self._memories)
+        addresses = starts.add_(self._offsets).tolist()
         for launcher, tensors in zip(self._launchers, self._slices, strict=True):
             assert launcher is not None
             function, grid, handle, metadata, constants = launcher
