@@ -59,6 +59,14 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
 
+def test_two_replicas_share_a_batch():
+    both = worker.Task("checkpoint_function", replace(TINY, batch_size=2 * TINY.batch_size, devices=2))
+    alone = worker.Task("checkpoint_function", TINY)
+    assert both.prepare()["tensor_peak"] == alone.prepare()["tensor_peak"] > 0
+    assert all(parameter.grad is not None for replica in both.replicas for parameter in replica.parameters())
+    assert len(both.replicas) == 2
+
+
 def test_checks_and_profiles(monkeypatch, tmp_path):
     assert worker.check("shared", TINY)["error"] < 1e-5
     monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": float("nan")})
