@@ -64,7 +64,7 @@ def table(
 def render(
     files: Iterable[str], methods: Any = None, precision: Any = None, layout: Any = "contiguous", allocator: Any = None
 ) -> str:
-    """Return the table of the selected rows."""
+    """Return the table of the selected rows. A compiled or a graph's row stands beside that of plain, or not at all."""
     selected = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
     selected = {name: as_list(values) for name, values in selected.items() if values}
     rows = [row for file in files for row in _read(file) if all(row[name] in selected[name] for name in selected)]
@@ -72,6 +72,8 @@ def render(
         raise ValueError(
             f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
+    shown = {(*_group(row), row["method"]) for row in rows}
+    rows = [row for row in rows if (*_group(row), re.sub("^(compile|graph)_.*", r"\1_plain", row["method"])) in shown]
     groups = list(dict.fromkeys(map(_group, rows)))
     order = selected.get("method", list(METHODS))
     rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
