@@ -55,6 +55,7 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     page = f"<!-- python benchmarks/table.py {path} -->\n{shown}\n\nText | that is no table\n"
     assert table.outdated(page) == []
     assert table.outdated(page.replace("`shared`", "`plain`")) == [str(path)]
+    assert table.refreshed(page.replace("`shared`", "`plain`")) == page == table.refreshed(page.replace(shown, ""))
     plot.save(path, tmp_path)
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
