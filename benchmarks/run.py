@@ -35,7 +35,7 @@ SWEEPS = {
     "batch": {"batch_size": [8, 16, 32, 64, 128, 256]},
 }
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
-WHAT = ("time", "check", "profile")
+WHAT = ("time", "check", "profile", "plan")
 ERROR_OVER_PLAIN = 2.0
 """Largest ratio of a method's error to plain's."""
 ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
@@ -77,7 +77,8 @@ def run(
         sweep: depth or batch, for the figures. It sets the default models or batch sizes, and methods.
         inference: measure a forward in eval mode without gradients instead of a training step.
         what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
-            inference, is more than twice plain's; or profile, which writes a text file for each method.
+            inference, is more than twice plain's; profile, which writes a text file for each method; or plan, which
+            only prints what would be measured.
         compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
         folder: where to write the files. Default: benchmarks/results.
@@ -87,7 +88,7 @@ def run(
     if what not in WHAT:
         raise ValueError(f"unknown measurement {what!r}: there are {', '.join(WHAT)}")
     defaults = {"model": "densenet_bc_100_12", "batch_size": 64} | SWEEPS.get(sweep, {})
-    device = _device(device)
+    device = device if what == "plan" else _device(device)
     settings = expand(
         defaults["model"] if model is None else model,
         defaults["batch_size"] if batch_size is None else batch_size,
@@ -99,7 +100,9 @@ def run(
     for setting in settings:
         print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
         chosen = choose(names, setting)
-        if what == "check":
+        if what == "plan":
+            print(f"  {', '.join(chosen)}")
+        elif what == "check":
             too_large += _check(setting, chosen, patience)
         elif what == "profile":
             _profile(setting, [method for method in chosen if method in names], preload, patience, target)
