@@ -58,6 +58,14 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
 
+def test_two_replicas_share_a_batch():
+    both = worker.Task("checkpoint_function", replace(TINY, batch_size=2 * TINY.batch_size, devices=2))
+    alone = worker.Task("checkpoint_function", TINY)
+    assert both.prepare()["tensor_peak"] == alone.prepare()["tensor_peak"] > 0
+    assert all(parameter.grad is not None for replica in both.replicas for parameter in replica.parameters())
+    assert len(both.replicas) == 2
+
+
 def test_checks_and_profiles(monkeypatch, tmp_path):
     assert worker.check("shared", TINY)["error"] < 1e-5
     monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": float("nan")})
@@ -160,7 +168,7 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     done = _on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": done in ") == done.stdout.count("\n== ") + 1 > 9
-    assert "densenet121, batch 64, fp16, channels_last, cuda\n  plain, shared, shared_portable, " in done.stdout
+    assert "densenet121, batch 64, fp16, channels_last, 1 × cuda\n  plain, shared, shared_portable, " in done.stdout
     done = _on_gpu_sh("--dry-run", "check", "profile", "ncu", "tiles", "train", OUT=str(tmp_path), EPOCHS="0")
     assert done.returncode == 1
     assert done.stderr == "did not succeed: train\n"
