@@ -125,7 +125,7 @@ def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
 
 
 def _portable(arguments: dict[str, Any]) -> nn.Module:
-    kernels.numba_supports = lambda values: False  # this process measures nothing else
+    kernels.numba_supports = kernels.triton_supports = lambda values: False  # this process measures nothing else
     return _ours(arguments, efficient="shared")
 
 
@@ -145,8 +145,8 @@ def _checkpoint_function(arguments: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _compiled(arguments: dict[str, Any], efficient: str) -> nn.Module:
-    compiled: Any = torch.compile(_ours(arguments, efficient=efficient), fullgraph=True)
+def _compiled(arguments: dict[str, Any], efficient: str, mode: str = "default") -> nn.Module:
+    compiled: Any = torch.compile(_ours(arguments, efficient=efficient), fullgraph=True, mode=mode)
     return compiled
 
 
@@ -185,6 +185,7 @@ METHODS: dict[str, Method] = {
     "graph_plain": Method(partial(_ours, efficient="plain"), as_cuda_graph=True),
     "graph_shared": Method(partial(_ours, efficient="shared"), as_cuda_graph=True),
     "compile_plain": Method(partial(_compiled, efficient="plain")),
+    "compile_plain_reduce_overhead": Method(partial(_compiled, efficient="plain", mode="reduce-overhead")),
     "compile_shared": Method(partial(_compiled, efficient="shared")),
 }
 METHODS |= {
@@ -210,7 +211,8 @@ def choose(names: list[str], setting: Setting) -> list[str]:
 def unavailable_reason(name: str, setting: Setting) -> str | None:
     """Return why the method `name` cannot run here, or None if it can."""
     package = METHODS[name].package
-    if METHODS[name].as_cuda_graph and not setting.device.startswith("cuda"):
+    has_graphs = METHODS[name].as_cuda_graph or name.endswith("reduce_overhead")
+    if has_graphs and not setting.device.startswith("cuda"):
         return f"CUDA graphs need a GPU, and the device is {setting.device}"
     if METHODS[name].as_cuda_graph and (setting.inference or setting.devices > 1):
         return "a CUDA graph is one of a training step on one device"

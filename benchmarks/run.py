@@ -43,7 +43,7 @@ SWEEPS = {
 }
 """The defaults of options by sweep. That of devices is the table that the project began with: naive is `plain`."""
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
-WHAT = ("time", "check", "profile")
+WHAT = ("time", "check", "profile", "plan")
 ERROR_OVER_PLAIN = 2.0
 """Largest ratio of a method's error to plain's."""
 ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
@@ -88,7 +88,8 @@ def run(
         sweep: depth or batch, for the figures, or devices. It sets the defaults of what it is about, and of methods.
         inference: measure a forward in eval mode without gradients instead of a training step.
         what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
-            inference, is more than twice plain's; or profile, which writes a text file for each method.
+            inference, is more than twice plain's; profile, which writes a text file for each method; or plan, which
+            only prints what would be measured.
         compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
         folder: where to write the files. Default: benchmarks/results.
@@ -99,7 +100,7 @@ def run(
         raise ValueError(f"unknown measurement {what!r}: there are {', '.join(WHAT)}")
     of_any = {"methods": SWEEP_METHODS, "rounds": 0} if sweep else {"methods": ORDINARY, "rounds": 9}
     defaults = {"model": "densenet_bc_100_12", "batch_size": 64, "devices": 1, **of_any, **SWEEPS.get(sweep, {})}
-    device = _device(device)
+    device = device if what == "plan" else _device(device)
     settings = expand(
         defaults["model"] if model is None else model,
         defaults["batch_size"] if batch_size is None else batch_size,
@@ -112,11 +113,13 @@ def run(
     for setting in settings:
         print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, ", end="")
         print(f"{setting.devices} × {setting.device}")
-        if setting.device == "cuda" and setting.devices > torch.cuda.device_count():
+        if setting.device == "cuda" and setting.devices > torch.cuda.device_count() and what != "plan":
             print(f"  n/a: {setting.devices} GPUs are needed, found {torch.cuda.device_count()}")
             continue
         chosen = choose(names, setting)
-        if what == "check":
+        if what == "plan":
+            print(f"  {', '.join(chosen)}")
+        elif what == "check":
             too_large += _check(setting, chosen, patience)
         elif what == "profile":
             _profile(setting, [method for method in chosen if method in names], preload, patience, target)

@@ -64,7 +64,7 @@ def table(
 def render(
     files: Iterable[str], methods: Any = None, precision: Any = None, layout: Any = "contiguous", allocator: Any = None
 ) -> str:
-    """Return the table of the selected rows."""
+    """Return the table of the selected rows. A compiled or a graph's row stands beside that of plain, or not at all."""
     selected = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
     selected = {name: as_list(values) for name, values in selected.items() if values}
     rows = [row for file in files for row in _read(file) if all(row[name] in selected[name] for name in selected)]
@@ -72,6 +72,8 @@ def render(
         raise ValueError(
             f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
+    shown = {(*_group(row), row["method"]) for row in rows}
+    rows = [row for row in rows if (*_group(row), re.sub("^(compile|graph)_.*", r"\1_plain", row["method"])) in shown]
     groups = list(dict.fromkeys(map(_group, rows)))
     order = selected.get("method", list(METHODS))
     rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
@@ -110,8 +112,13 @@ def outdated(text: str) -> list[str]:
 
 
 def refreshed(text: str) -> str:
-    """A document with the tables that its commands print."""
-    return COMMAND.sub(lambda match: match[0].replace(match[2].strip(), _output(match[1])), text)
+    """A document with the tables that its commands print, also below a command without one."""
+    return COMMAND.sub(
+        lambda match: (
+            f"<!-- python benchmarks/table.py {match[1]} -->\n{_output(match[1])}\n" + ("" if match[2] else "\n")
+        ),
+        text,
+    )
 
 
 def _output(command: str) -> str:

@@ -238,7 +238,7 @@ PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE
 
 
 def predicted(expressions: str) -> str:
-    rows = [["model, batch", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
+    rows = [["model, batch", "a step by `plain`", "by `shared`", "largest batch in 8 GB by `plain`", "by `shared`"]]
     rows += [["---", *["---:"] * 4]]
     for each in expressions.split(";"):
         model, optimizer, *shapes = eval(f"lambda: ({each})", dict(vars(efficient_densenet)))()
