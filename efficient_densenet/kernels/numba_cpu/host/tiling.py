@@ -74,8 +74,8 @@ def for_forward(rows: int, weight: Tensor, has_statistics: bool, window: int = 1
     """The tiles of `rows` rows of the input of a convolution's forward. With a halo, products for all taps come first.
 
     Two neighboring threads both compute the halo between them: fewer threads run if it exceeds a quarter of a thread's
-    rows, the time of packing included. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's sums. A pooled row of
-    narrow operands is rounded from a buffer too.
+    rows, to which packing adds. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's
+    sums. A pooled row of narrow operands is rounded from a buffer too.
     """
     itemsize, operand_itemsize = _itemsizes(weight)
     out_channels, in_channels, taps = conv_sizes(weight)

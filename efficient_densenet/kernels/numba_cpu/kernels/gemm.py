@@ -24,6 +24,7 @@ _M_BLOCK = 96
 """The number of rows of C that are computed for one panel after another, while their part of A stays in a cache: a
 multiple of every MR."""
 
+
 def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
     """A function that computes `m` rows and up to `panels` panels of columns of C, one register block after another.
     Strides are in bytes."""
