@@ -35,7 +35,7 @@ def conv3x3_gradients(
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
         return grad_input.to(images.dtype), None if grad_weight is None else grad_weight.to(images.dtype)
     if _are_signals_on_cpu(images):
-        tensors = (each.unsqueeze(2) for each in (grad_output, images, weight))
+        tensors = grad_output.unsqueeze(2), images.unsqueeze(2), weight.unsqueeze(2)
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
         return grad_input.squeeze(2), None if grad_weight is None else grad_weight.squeeze(2)
     if _by_im2col(images, dilation):
