@@ -32,6 +32,7 @@ COLORS = {
     "shared_portable": "#7f9fb8",
     "checkpoint": "#009e73",
     "official": "#cc79a7",
+    "checkpoint_function": "#b3628f",
     "torchvision": "#e69f00",
     "torchvision_efficient": "#e69f00",
     "torchvision_converted": "#8a5a1e",
@@ -65,12 +66,13 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
         folder: where to write the figures. Default: benchmarks/figures.
     """
     paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
-    for path in paths or sorted(path for path in results.RESULTS.glob("*.csv") if _is_drawn(path)):
+    for path in paths or sorted(filter(_is_drawn, results.RESULTS.glob("*.csv"))):
         save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
 
 
 def _is_drawn(path: Path) -> bool:
-    return bool(results.read(path) or results.read_crossover(path))
+    is_measured = bool(results.read(path)) and "devices_sweep" not in path.stem
+    return is_measured or bool(results.read_crossover(path))
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:

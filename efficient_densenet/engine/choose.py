@@ -27,7 +27,7 @@ from . import layerwise, saving, stem
 from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
 from .parts import is_engine_block
-from .read import USUAL, StageRequest, read_sizes, read_stage, read_stem
+from .read import USUAL, Kept, StageRequest, read_sizes, read_stage, read_stem
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StagePlan
 
@@ -169,8 +169,9 @@ def join(block: nn.Module, consumer: nn.Module, x: Tensor, request: StageRequest
     return None if stage is None or stage.spec.consumer is None else stage
 
 
-def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
-    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it.
+def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[int, Kept | None]]:
+    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; and what is
+    kept of each stage, whose modules are compared here.
 
     `modules` are blocks, each with its consumer after it, and nothing else: any other network may hold most at another
     moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
@@ -182,8 +183,8 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
         return {}
     if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
         return {}
-    sizes = [read_sizes(block, x) for block in blocks], list(map(saving.consumer_sizes, consumers))
-    return dict(zip(blocks, saving.num_saved(*sizes, x), strict=True))
+    sizes, kept = zip(*(read_sizes(*each, x) for each in zip(blocks, consumers, strict=True)), strict=True)
+    return dict(zip(blocks, zip(saving.num_saved(sizes, x), kept, strict=True), strict=True))
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,11 +52,6 @@ class BlockSizes(NamedTuple):
     def width(self) -> int:
         return max((width for _, width in self.layers), default=0)
 
-    @property
-    def places(self) -> tuple[()]:
-        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
-        return ()
-
 
 class ConsumerSizes(NamedTuple):
     """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
@@ -65,11 +60,24 @@ class ConsumerSizes(NamedTuple):
     channels: int | None
 
 
-StageSizes = tuple[BlockSizes, ConsumerSizes]
+class StageSizes(NamedTuple):
+    block: BlockSizes
+    consumer: ConsumerSizes
+
+    @property
+    def places(self) -> tuple[()]:
+        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
+        return ()
 
 
-def block_sizes(block: nn.Module) -> BlockSizes | None:
-    """The sizes of a block, by its convolutions alone; None where its parts are not known."""
+def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
+    """The sizes of a stage; None where its parts are not known."""
+    of_block, of_consumer = _block_sizes(block), _consumer_sizes(consumer)
+    return None if of_block is None or of_consumer is None else StageSizes(of_block, of_consumer)
+
+
+def _block_sizes(block: nn.Module) -> BlockSizes | None:
+    """The sizes of a block, by its convolutions alone."""
     try:
         parts = parts_of(block)
     except NoPartsError:
@@ -90,25 +98,22 @@ def block_sizes(block: nn.Module) -> BlockSizes | None:
     )
 
 
-def consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
-    """The sizes of a consumer; None where its parts are not known."""
+def _consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
     parts = consumer_parts(consumer)
     if parts is None or not isinstance(parts.conv, (_ConvNd, type(None))):
         return None
     return ConsumerSizes(parts.pools, None if parts.conv is None else parts.conv.out_channels)
 
 
-def num_saved(
-    blocks: Sequence[BlockSizes | None], consumers: Sequence[ConsumerSizes | None], x: Tensor
-) -> Sequence[int]:
-    """For each block how many of its layers, the last ones, save their bottlenecks.
+def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int]:
+    """For each stage how many of its layers, the last ones, save their bottlenecks.
 
-    The blocks are all of a network, each with its consumer after it; x is the input of the first.
+    The stages are all of a network; x is the input of the first.
     """
-    stages = tuple((block, consumer) for block, consumer in zip(blocks, consumers, strict=True) if block and consumer)
-    if len(stages) < len(blocks):
-        return [0] * len(blocks)
-    return _num_saved(stages, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
+    known = tuple(stage for stage in stages if stage is not None)
+    if len(known) < len(stages):
+        return [0] * len(stages)
+    return _num_saved(known, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
 
 
 @lru_cache(maxsize=256)
