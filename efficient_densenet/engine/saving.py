@@ -1,8 +1,11 @@
-"""Which bottlenecks are saved although nobody asks for it: those that leave a step's peak as it is.
+"""What the best engine saves although nobody asks for it: what leaves a step's peak as it is, or is small.
 
 A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
 have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
+
+On few pixels a step holds little but weights and their gradients, and takes the time of reading them. All bottlenecks
+are saved where they are small beside the weights. A stage whose plain modules save hardly anything runs them.
 """
 
 import math
@@ -15,10 +18,17 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
-from .parts import NoPartsError, consumer_parts, parts_of
+from .parts import LayerParts, NoPartsError, consumer_parts, parts_of
 
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
+
+ALL_BOTTLENECKS = 1 / 2
+"""All bottlenecks are saved if they have at most this fraction of the weights' values."""
+
+PLAIN_VALUES, PLAIN_VALUES_PORTABLE = 1 / 16, 2.0
+"""A stage's plain modules run on a CPU if they save at most this multiple of its weights' values, by kernels: portable
+ones take longer."""
 
 
 class BlockSizes(NamedTuple):
@@ -125,6 +135,9 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
     if not all(block.trains for block, _ in stages):
         return counts
     layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
+    all_bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
+    if all_bottlenecks <= ALL_BOTTLENECKS * sum(block.weights for block, _ in stages):
+        spare, full = [all_bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width
         if i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
@@ -133,3 +146,11 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
             counts[i] += 1
             spare[i:] = [each - size for each in spare[i:]]
     return counts
+
+
+def plain_pixels(layers: Sequence[LayerParts]) -> float:
+    """The pixels of a batch for which the plain modules of these layers save as many values as the weights of their
+    convolutions have: a norm's input and its output for each."""
+    weights = [conv.weight for layer in layers for conv in layer.convolutions]
+    saved = 2 * sum(weight.shape[1] for weight in weights)
+    return sum(weight.numel() for weight in weights) / saved if saved else 0.0

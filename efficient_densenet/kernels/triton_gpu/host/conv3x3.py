@@ -153,7 +153,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     return partial_grad_weight
 
 
-# Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill. A quarter of a
+# Tiles for which the kernels, as compiled for the architectures 70 to 120, do not spill. A quarter of a
 # multiprocessor's warps are resident, but for the forward's in TF32, which are fast on an H100 nevertheless. Shared
 # memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they would bypass the L1 cache, in which
 # weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of loads in flight anyway.
