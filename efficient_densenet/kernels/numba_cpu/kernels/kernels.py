@@ -158,7 +158,7 @@ def conv_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    if conv.grad_weight.result:
+    if conv.grad_weight.result and first == last:
         clear_grad_weight(conv, thread, zero)
     if next_conv.output.data:
         pack_weight(next_conv.weight, thread, threads, zero)
@@ -169,7 +169,7 @@ def conv_backward(record):
         _fill_grad(args, start, stop, grad, stride)
         if conv.grad_weight.result:
             _fill_activation(args, thread, start, stop, activation)
-            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, start == first, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
         accumulate_grad(args, thread, start, stop, activation, grad_stride, zero)
         if next_conv.output.data:
