@@ -1,5 +1,5 @@
-"""3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation; products, which are
-1×1 convolutions; and PyTorch's setting for the precision of convolutions.
+"""1×1 convolutions, which are products, and 3×3 convolutions (3 or 3×3×3 in other dimensions) with padding = dilation,
+by PyTorch's operations; and PyTorch's setting for the precision of convolutions.
 
 oneDNN is the fastest on a CPU for most sizes, but its calls take longer than the arithmetic on images of few pixels.
 PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and this file for several
