@@ -34,7 +34,7 @@ from .find import (
     update_norms_once,
 )
 from .layer_parts import WHOLE, ConnectionPattern
-from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
+from .layers import run_layers, run_whole_layers, skips_a_hook, unchanged, unshared
 from .sample import Sample
 from .structure import layers_in, may_be_called, patterns_by_calls, read_block
 from .verified import VerifiedModule
@@ -131,10 +131,10 @@ class ConvertedBlock(VerifiedModule):
             return by_layers(x, run_first_half)
         if not recomputes:
             return super().forward(x)
-        x = unshared(x, run_first_half)
+        x, forward = unshared(x, run_first_half), unchanged(self, super().forward)
         if run_first_half is layerwise.run_first_half_official:
-            return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
-        return checkpoint_call(super().forward, (x,), {})
+            return cast(Tensor, torch_checkpoint(forward, x, use_reentrant=False))
+        return checkpoint_call(forward, (x,), {})
 
     @property
     def recomputes(self) -> str:

@@ -1,4 +1,4 @@
-"""Run forwards of a module on a few random pixels, and restore the state of the module and of all generators.
+"""Run forwards of a module on a few random pixels, and restore the state of the module and of PyTorch's generators.
 
 The parameters and the tensors of norms are replaced by random values, so that no weight that happens to be zero or
 small hides a difference. The module runs in the modes in which a forward may take another branch: training or not, with
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
-from ..checkpoint.states import GeneratorStates
 from ..engine.changed_modules import HOOKS
+from ..engine.parts import NoPartsError
 from ..norms.sync_batch_norm import local_statistics
+from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
-from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
+from .fingerprint import change_since, drop_rates, fingerprint
 from .layer_parts import Call
 from .operations import Recorder
-from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
-from .randomness import generators_of, random_states, seed, without_state
+from .randomness import random_states, seed
 from .sample import IMAGES, Sample, dimensions
 from .structure import first_conv
 
@@ -107,7 +107,6 @@ class Trial:
     def __init__(self, module: nn.Module, sample: Sample, own_dtype: torch.dtype) -> None:
         self.module, self.sample = module, sample
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.generators = GeneratorStates(generators_of(module))
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES, is_authors: bool = True) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
@@ -127,10 +126,9 @@ class Trial:
 
     @contextmanager
     def prepared(self, mode: Mode) -> "Iterator[_TrialTensors]":
-        """Put the modules into `mode`, and all generators into a fixed state; undo all changes of both afterwards."""
+        """Put the modules into `mode`, and seed PyTorch's generators; undo changes of the modules afterwards."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         seed()
-        self.generators.set()
         try:
             with mode.grad_mode():
                 yield _TrialTensors(self.module, mode, self.own_dtype)
@@ -155,11 +153,6 @@ class Trial:
         change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
-        if self.generators.have_changed():
-            raise SideEffectError(
-                "draws random numbers from another generator than PyTorch's, such as NumPy's, which a recomputation "
-                "would draw anew"
-            )
         reference = weakref.ref(output)
         del output
         _check_released(reference)
@@ -247,30 +240,12 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
-    _check_repeatable(module)
+    unknown = Code([*module.modules()]).unknown
+    if unknown is not None:
+        raise NoPartsError(unknown)
     own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), random_tensors(module, sample.dtype), local_statistics(module):
         yield Trial(module, sample, own_dtype)
-
-
-def _check_repeatable(module: nn.Module) -> None:
-    """Raise `SideEffectError` for a module that may read values that neither a trial nor a recomputation can
-    restore."""
-    name = without_state(module)
-    if name is not None:
-        raise SideEffectError(f"may draw from a {name}, which gives other values each time")
-    asked = modes_of(module) - MODES_RESTORED
-    if asked:
-        raise SideEffectError(describe_modes(asked))
-
-
-def modes_of(module: nn.Module) -> frozenset[str]:
-    """The modes of torch that the modules in `module` may ask for in their forwards."""
-    return frozenset[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
-
-
-def describe_modes(asked: frozenset[str]) -> str:
-    return f"asks PyTorch in its forward for {min(asked)}, of which a trial cannot try every value"
 
 
 def _has_computed_weights(module: nn.Module) -> bool:
@@ -294,7 +269,6 @@ def _isolated(block: nn.Module) -> Iterator[None]:
     devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(GeneratorStates(generators_of(block)).restored())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())

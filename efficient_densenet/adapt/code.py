@@ -1,0 +1,417 @@
+"""The code of forwards: the values that it reads besides its input, and why it may compute something else next time.
+
+A trial verifies a block with the values that its forwards read then. So conversion takes code only in which every name
+is known to stand for a function, a module, a tensor of a module, or a constant: a number, a string, or a collection of
+these. Constants are compared at every forward. Whatever else a forward reads (an object, a file, a generator of random
+numbers) may change unnoticed, and a forward that writes to anything but its own variables would do so again in a
+recomputation: such blocks run their author's forward.
+"""
+
+import builtins
+import collections
+import dis
+import functools
+import itertools
+import math
+import operator
+import typing
+from abc import ABC
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import cache, lru_cache
+from hashlib import sha256
+from itertools import pairwise
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any, Generic, NamedTuple
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .._mixins import author_class
+from ..norms.batch_norm import TORCH_CLASSES
+from ..norms.frozen import is_frozen_batch_norm
+
+
+class DropRate(NamedTuple):
+    """A probability of dropout. If it was not 0 in the trial, any other probability is verified too: the trial tries
+    several, with different ones in each dropout of a block."""
+
+    value: float
+
+
+class Number(NamedTuple):
+    """A number; its text tells 1, 1.0 and True apart."""
+
+    value: bool | int | float | complex
+    text: str
+
+
+class Loads(NamedTuple):
+    """The names that the instructions of a function load.
+
+    Attributes:
+        variables: global variables.
+        attributes: attributes and methods of any objects.
+        writes: what the code writes to besides its own variables, or "".
+        changes: whether it may change a tensor or a collection in place.
+        asks_for_modes: whether it reads `training` of another module than its own.
+        variables_of_closures: the variables of functions around that it writes to.
+    """
+
+    variables: tuple[str, ...]
+    attributes: frozenset[str]
+    writes: str
+    changes: bool
+    asks_for_modes: bool
+    variables_of_closures: frozenset[str]
+
+
+class Code:
+    """What the code of some modules reads.
+
+    Attributes:
+        names: the attributes that it reads, of any objects.
+        values: the constants that it reads of each module, by name.
+        outside: the code of each function, and the constants that it reads elsewhere, each with a description.
+        unknown: why it may read what nobody compares, or do what a recomputation would do again; or None.
+        by_parts: why the parts of the layers cannot stand for it, since it reads their tensors itself; or None.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.names: set[str] = set()
+        self.values: list[dict[str, Any]] = [{} for _ in modules]
+        self.outside: list[tuple[str, Any]] = []
+        self.unknown: str | None = None
+        self.by_parts: str | None = None
+        self._modules = modules
+        classes = dict.fromkeys(each for cls in dict.fromkeys(map(class_as_written, modules)) for each in cls.__mro__)
+        self._authors = [cls for cls in classes if not is_known(cls)]
+        self._known = [cls for cls in classes if is_known(cls) and cls is not nn.Module]
+        self._norms = [class_as_written(each) for each in modules if _is_norm(each)]
+        self._seen: dict[FunctionType, Loads] = {}
+        self._reads_any = False
+        self._held: list[tuple[nn.Module, str]] = []
+        self._python_modules: list[ModuleType] = []
+        self._of_norms: set[FunctionType] = set()
+        self._pending = ["forward"] if self._authors else []
+        for cls in self._authors:
+            self._pending += [name for name, each in vars(cls).items() if _is_called_unnamed(name, each)]
+        num_names = -1
+        while num_names < len(self.names):
+            num_names = len(self.names)
+            while self._pending:
+                self._resolve(self._pending.pop())
+            names = frozenset(self.names)
+            for module, values in zip(modules, self.values, strict=True):
+                for name in _names_held(tuple(vars(module)), names):
+                    values[name] = self._see_held(module, name)
+        self._check()
+
+    def _resolve(self, name: str) -> None:
+        """See what the attributes of this name may be, of classes and of modules of Python."""
+        if name not in self.names:
+            self.names.add(name)
+            if name in _MODES:
+                self._refuse(f"asks PyTorch for {name}, of which a trial cannot try every value", name in _RESTORED)
+            for owner in (*self._authors, *self._python_modules):
+                if name in vars(owner):
+                    self._see_attribute(owner, name)
+
+    def _see_held(self, module: nn.Module, name: str) -> Any:
+        """See an attribute of a module."""
+        value = vars(module)[name]
+        if isinstance(value, Tensor):
+            self._held.append((module, name))
+            return "a tensor"
+        if type(value) in _CHANGEABLE:
+            self._held.append((module, name))
+        return DropRate(value) if is_drop_rate(name, value) else self._see(_described(module, name), value)
+
+    def _see_attribute(self, owner: type | ModuleType, name: str) -> None:
+        """See an attribute of an author's class, or of a module of Python that an author's code reads."""
+        what = f"{name} of a {owner.__name__}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
+        of_norm = isinstance(owner, type) and any(issubclass(each, owner) for each in self._norms)
+        self.outside.append((what, self._see(what, vars(owner)[name], of_norm)))
+
+    def _see(self, what: str, value: Any, of_norm: bool = False) -> Any:
+        """A form of `value` to be compared later: equal forms mean equivalent values."""
+        if type(value) in _NUMBERS:
+            return Number(value, repr(value))
+        if type(value) in _CONSTANTS:
+            return value
+        if type(value) in _COLLECTIONS and len(value) <= _MANY:
+            inside = value.items() if isinstance(value, dict) else value
+            inside = sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
+            return type(value).__name__, *(self._see(what, each) for each in inside)
+        if isinstance(value, ModuleType) and not is_of_a_library(value):
+            self._see_module(value)
+            return value.__name__
+        members = _functions_of(value)
+        for function in members:
+            self._visit(function, of_norm)
+        if not (members or self._is_constant(value)):
+            self._refuse(f"reads {what}, a {type(value).__name__}, whose changes would go unnoticed")
+        return f"{getattr(value, '__module__', None)}.{_name_of(value)}", *(_digest(each.__code__) for each in members)
+
+    def _see_module(self, module: ModuleType) -> None:
+        if module not in self._python_modules:
+            self._python_modules.append(module)
+            for name in sorted(self.names & vars(module).keys()):
+                self._see_attribute(module, name)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether this is a class, a function or a library's module, of which everything is known."""
+        if isinstance(value, type) and not is_known(value):
+            return value in self._authors or value in _BUILTINS or is_of_a_library(value)
+        if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
+            return value in _BUILTINS
+        return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)) and is_of_a_library(value)
+
+    def _visit(self, function: FunctionType, of_norm: bool = False) -> None:
+        """See what a function of an author reads."""
+        if function in self._seen:
+            return
+        loads = self._seen[function] = _loads(function.__code__)
+        self._of_norms |= {function} if of_norm else set()
+        name = function.__qualname__
+        if loads.writes or not loads.variables_of_closures.isdisjoint(function.__code__.co_freevars):
+            self._refuse(f"writes to {loads.writes or 'a variable outside'} in {name}")
+        if loads.asks_for_modes:
+            self._refuse(f"reads training of another module in {name}", is_repeatable=True)
+        self.outside.append((f"the code of {name}", _digest(function.__code__)))
+        held = [("a default", function.__defaults__), ("a default", function.__kwdefaults__)]
+        held += [(each, function.__globals__.get(each, vars(builtins).get(each))) for each in loads.variables]
+        for each, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not set yet
+                held += [(each, cell.cell_contents)] if each != "__class__" else []
+        for each, value in held:
+            self._reads_any = self._reads_any or value is getattr or value is hasattr
+            what = f"{each} in {name}"
+            if loads.changes and type(value) in _CHANGEABLE:
+                self._refuse(f"may change {what}")
+            self.outside.append((what, self._see(what, value, of_norm)))
+        self._pending += sorted(loads.attributes)
+        if self._reads_any:
+            self._pending += self._all_attributes()
+
+    def _all_attributes(self) -> Iterable[str]:
+        """The names that `getattr` may be given, whatever the code says."""
+        for module in self._modules:
+            yield from (name for name in vars(module) if name not in OF_EVERY_MODULE)
+            yield from (*module._parameters, *module._buffers)
+        for cls in self._authors:
+            yield from (name for name in vars(cls) if not name.startswith("__"))
+
+    def _check(self) -> None:
+        """Refuse code that reads attributes of which nothing is known; or tensors of modules, except norms that read
+        their own; or that may change a tensor or a collection that lives longer than the forward."""
+        for name in sorted(self.names - _ATTRIBUTES):
+            may_be_absent = self._reads_any and not name.startswith("_")  # code asks `hasattr`
+            if not (may_be_absent or self._is_known(name)):
+                self._refuse(f"reads {name} of an object, of which nothing is known")
+        outside = [loads for function, loads in self._seen.items() if function not in self._of_norms]
+        for module in self._modules:
+            for tensors in (module._parameters, module._buffers):
+                self._held += [(module, name) for name in tensors if name in self.names]
+        for module, name in self._held:
+            readers = [loads for loads in outside if name in loads.attributes]
+            is_tensor = type(vars(module).get(name)) not in _CHANGEABLE
+            updates = bool(readers) if is_tensor and _is_norm(module) else any(each.changes for each in readers)
+            if updates and name not in module._parameters:
+                self._refuse(f"reads {_described(module, name)}, which a forward may change")
+            elif is_tensor and (readers or self._reads_any):
+                self._refuse(f"reads {_described(module, name)}", is_repeatable=True)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether an attribute of this name is one that is seen: of a class, or of a module."""
+        return (
+            any(name in vars(owner) for owner in (*self._authors, *self._python_modules))
+            or any(isinstance(vars(cls).get(name), FunctionType) for cls in self._known)
+            or any(name in held for module in self._modules for held in _dicts_of(module))
+        )
+
+    def _refuse(self, what: str, is_repeatable: bool = False) -> None:
+        self.by_parts = self.by_parts or f"found that it {what}"
+        if not is_repeatable:
+            self.unknown = self.unknown or f"found that it {what}"
+
+
+@cache
+def _loads(code: CodeType) -> Loads:
+    loaded: dict[str, set[str]] = {}
+    for each in dis.get_instructions(code):
+        loaded.setdefault(each.opname, set()).add(str(each.argval))
+    pairs = pairwise(dis.get_instructions(code))
+    asks_for_modes = any(each.argval == "training" and not _loads_self(code, before) for before, each in pairs)
+    inner = [_loads(each) for each in code.co_consts if isinstance(each, CodeType)]
+    variables = loaded.get("LOAD_GLOBAL", set[str]()).union(*(each.variables for each in inner))
+    attributes = frozenset(name for instruction in _LOAD_ATTRIBUTES for name in loaded.get(instruction, ()))
+    writes = [what for each, what in _WRITES.items() if each in loaded] + [each.writes for each in inner]
+    changes = "STORE_SUBSCR" in loaded or any(map(_changes, attributes)) or any(each.changes for each in inner)
+    return Loads(
+        tuple(sorted(variables)),
+        attributes.union(*(each.attributes for each in inner)),
+        next(filter(None, writes), ""),
+        changes,
+        asks_for_modes or any(each.asks_for_modes for each in inner),
+        frozenset(loaded.get("STORE_DEREF", ())).union(*(each.variables_of_closures for each in inner)),
+    )
+
+
+def _loads_self(code: CodeType, instruction: dis.Instruction) -> bool:
+    """Whether this is the last instruction before an attribute of `self`."""
+    loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return instruction.opname.startswith("LOAD_FAST") and loaded[-1] in code.co_varnames[:1]
+
+
+def _changes(method: str) -> bool:
+    return method in _OF_COLLECTIONS or (method.endswith("_") and not method.endswith("__"))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether this is a norm whose tensors the engines read as its forward does."""
+    return isinstance(module, _NormBase) or is_frozen_batch_norm(module)
+
+
+def _dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._modules, module._parameters, module._buffers
+
+
+def _described(module: nn.Module, name: str) -> str:
+    return f"{name} of a {class_as_written(module).__name__}"
+
+
+@lru_cache(maxsize=10_000)
+def _names_held(held: tuple[str, ...], names: frozenset[str]) -> tuple[str, ...]:
+    """The attributes of a module that code reads, of those that it holds."""
+    return tuple(name for name in held if name in names and name not in OF_EVERY_MODULE)
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """The author's functions that a value consists of: a function itself, or inside a property, a static method or a
+    `torch.autograd.Function`."""
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return [
+            each for name in ("forward", "backward", "setup_context") for each in _functions_of(vars(value).get(name))
+        ]
+    inner = [value.fget] if isinstance(value, property) else [value.__func__] if type(value) in _METHODS else [value]
+    return [each for each in inner if isinstance(each, FunctionType) and not is_of_a_library(each)]
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+
+
+@cache
+def _digest(code: CodeType) -> bytes:
+    """A hash of a function's code, which is the same in another process."""
+    constants = [_digest(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
+    return sha256(repr((code.co_code, code.co_names, texts)).encode()).digest()
+
+
+def _is_called_unnamed(name: str, attribute: Any) -> bool:
+    """Whether this is a method such as `__getitem__`, which code calls without naming it."""
+    return name.startswith("__") and isinstance(attribute, FunctionType) and name not in _WHERE_MADE
+
+
+def is_drop_rate(name: str, value: Any) -> bool:
+    return type(value) is float and "drop" in name and 0 <= value <= 1
+
+
+def class_as_written(module: nn.Module) -> type[nn.Module]:
+    """The class of `module` as its author wrote it: torch's class for a norm under the exactly-once rule."""
+    cls = author_class(module)
+    return TORCH_CLASSES.get(cls, cls)
+
+
+def is_known(cls: type) -> bool:
+    """Whether this is a class of torch or Python, not of an author. An author's class may have no `__module__`."""
+    return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith(_LIBRARIES_OF_MODULES)
+
+
+def is_of_a_library(value: Any) -> bool:
+    """Whether this is a module, a function or a class of a library that holds no state of an author."""
+    owner = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    if owner is None and isinstance(value, BuiltinFunctionType):  # of torch, or a method of some object
+        owner = getattr(value.__self__, "__module__", None)
+    return f"{owner}.".startswith(_LIBRARIES)
+
+
+_LIBRARIES_OF_MODULES = ("torch.nn.", "torchvision.ops.", f"{__name__.partition('.')[0]}.")
+_LIBRARIES = (f"{__name__.partition('.')[0]}.", "torch.", "torchvision.ops.", "torchvision.utils.", "math.", "typing.")
+_LIBRARIES += ("einops.", "itertools.", "operator.", "__future__.")
+_NUMBERS = {bool, int, float, complex}
+_CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
+_CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_COLLECTIONS = {list, tuple, dict, set, frozenset}
+_CHANGEABLE = {list, dict, set}
+_MANY = 1000
+_METHODS = (staticmethod, classmethod)
+_BUILTINS = {abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, getattr, hasattr, int, isinstance}
+_BUILTINS |= {
+    issubclass,
+    iter,
+    len,
+    list,
+    map,
+    max,
+    min,
+    next,
+    object,
+    pow,
+    property,
+    range,
+    repr,
+    reversed,
+    round,
+    set,
+}
+_BUILTINS |= {slice, sorted, str, sum, super, tuple, type, zip, property, staticmethod, classmethod}
+_BUILTINS |= {each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)}
+_WRITES = dict.fromkeys(("STORE_ATTR", "DELETE_ATTR"), "attributes")
+_WRITES |= dict.fromkeys(("STORE_GLOBAL", "DELETE_GLOBAL"), "global variables")
+_WRITES |= dict.fromkeys(("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME"), "what an import or a new class may change")
+_LOAD_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
+_OF_COLLECTIONS = {"append", "extend", "insert", "remove", "clear", "update", "setdefault", "popitem", "add", "discard"}
+_WHERE_MADE = {"__init__", "__new__", "__post_init__", "__repr__", "__init_subclass__", "__getstate__", "__setstate__"}
+_WHERE_MADE |= {
+    "__deepcopy__",
+    "__copy__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__del__",
+    "__annotate_func__",
+    "__annotate__",
+}
+_RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
+"""The modes in which a recomputation runs as the forward did."""
+_MODES = {name for name in dir(torch) if name.startswith(("get_", "is_", "set_")) and not hasattr(Tensor, name)}
+_MODES -= {"is_tensor", "is_storage"}
+_MODES |= {"manual_seed", "seed", "initial_seed", "load", "save", "use_deterministic_algorithms"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
+    "_conversion",  # added by the conversion itself
+    "_engine_plans",  # kept by engine/read.py
+    "keep_bottleneck",  # read at every forward
+    "_is_replica",  # set by nn.DataParallel
+}
+_SOURCES = (
+    torch,
+    nn,
+    nn.functional,
+    torch.jit,
+    torch.compiler,
+    torch.onnx,
+    torch.utils,
+    torch.utils.checkpoint,
+    torch.amp,
+)
+_SOURCES += (torch.fft, torch.linalg, torch.special, torch.cuda.amp, torch.autograd, math, typing, functools)
+_SOURCES += (itertools, operator, collections, Tensor, str, list, tuple, dict, set, int, float, torch.Size)
+_ATTRIBUTES = {name for each in _SOURCES for name in dir(each) if not name.startswith("_")}
+_ATTRIBUTES -= {"grad", "backward", "retain_grad", "requires_grad_", "set_", "share_memory_", "data_ptr"}
+_ATTRIBUTES |= {"_assert", "_modules", "training", "children", "named_children", "modules", "named_modules", "forward"}
+_ATTRIBUTES |= {"save_for_backward", "saved_tensors", "needs_input_grad", "apply", "mark_non_differentiable"}
+"""Attributes that stand for the same in any forward: of torch's functions and tensors, of modules and collections."""
