@@ -259,6 +259,11 @@ WATCHED = {
         lambda s, n: setattr(s, "absent", n),
     ),
     "collections": (lambda s: _deep["a"][0][1]["number"], lambda s, n: _deep["a"][0][1].update(number=n)),
+    "an argument of a partial": (
+        lambda s: s.held(0.0),
+        lambda s, n: s.held.args[0].__setitem__(0, n),
+        lambda: functools.partial(lambda numbers, zero: numbers[0] + zero, [0.1]),
+    ),
     "a global of a helper module": (lambda s: _helper.number(), lambda s, n: setattr(_helper, "NUMBER", n)),
     "a function that the layer holds": (
         lambda s: s.held(),
@@ -267,11 +272,6 @@ WATCHED = {
     ),
 }
 UNKNOWN = {
-    "an argument of a partial": (
-        lambda s: s.held(0.0),
-        lambda s, n: s.held.args[0].__setitem__(0, n),
-        lambda: functools.partial(lambda numbers, zero: numbers[0] + zero, [0.1]),
-    ),
     "a class": (lambda s: Called.number, lambda s, n: setattr(Called, "number", n)),
     "a context variable": (lambda s: _variable.get(), lambda s, n: _variable.set(n)),
     "a module imported in the forward": (_imported, lambda s, n: setattr(_helper, "NUMBER", n)),
@@ -323,6 +323,24 @@ def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(pl
         assert_same_steps(block, plain, 1)
     finally:
         change(block.denselayer2, 0.1)
+
+
+_between = [0.5]
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("engine", [True, "official"])
+def test_a_value_changed_between_the_forward_and_the_backward_of_a_recomputed_layer_raises(engine):
+    block = FeaturesBlock([after(lambda s, y: y * _between[0])(START + i * GROWTH) for i in range(2)]).double()
+    make_efficient(block, engine)
+    output = block(x_of())
+    _between[0] = 0.25
+    try:
+        with pytest.raises(RuntimeError, match=r"_between in .* has changed between the forward of a OddLayer and its"):
+            output.sum().backward()
+    finally:
+        _between[0] = 0.5
+    block(x_of()).sum().backward()
 
 
 _held = deque([2.0])

@@ -145,6 +145,8 @@ class Code:
             inside = value.items() if isinstance(value, dict) else value
             inside = sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
             return type(value).__name__, *(self._see(what, each) for each in inside)
+        if type(value) is functools.partial:
+            return "partial", *(self._see(what, each) for each in (value.func, value.args, value.keywords))
         if isinstance(value, ModuleType) and not is_of_a_library(value):
             self._see_module(value)
             return value.__name__
@@ -263,7 +265,7 @@ def _loads(code: CodeType) -> Loads:
 def _loads_self(code: CodeType, instruction: dis.Instruction) -> bool:
     """Whether this is the last instruction before an attribute of `self`."""
     loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return instruction.opname.startswith("LOAD_FAST") and loaded[-1] in code.co_varnames[:1]
+    return "LOAD_FAST" in instruction.opname and loaded[-1] in code.co_varnames[:1]
 
 
 def _changes(method: str) -> bool:
@@ -351,25 +353,8 @@ _CHANGEABLE = {list, dict, set}
 _MANY = 1000
 _METHODS = (staticmethod, classmethod)
 _BUILTINS = {abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, getattr, hasattr, int, isinstance}
-_BUILTINS |= {
-    issubclass,
-    iter,
-    len,
-    list,
-    map,
-    max,
-    min,
-    next,
-    object,
-    pow,
-    property,
-    range,
-    repr,
-    reversed,
-    round,
-    set,
-}
-_BUILTINS |= {slice, sorted, str, sum, super, tuple, type, zip, property, staticmethod, classmethod}
+_BUILTINS |= {issubclass, iter, len, list, map, max, min, next, object, pow, range, repr, reversed, round, set, slice}
+_BUILTINS |= {sorted, str, sum, super, tuple, type, zip, property, staticmethod, classmethod}
 _BUILTINS |= {each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)}
 _WRITES = dict.fromkeys(("STORE_ATTR", "DELETE_ATTR"), "attributes")
 _WRITES |= dict.fromkeys(("STORE_GLOBAL", "DELETE_GLOBAL"), "global variables")
@@ -377,15 +362,7 @@ _WRITES |= dict.fromkeys(("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME"), "what
 _LOAD_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
 _OF_COLLECTIONS = {"append", "extend", "insert", "remove", "clear", "update", "setdefault", "popitem", "add", "discard"}
 _WHERE_MADE = {"__init__", "__new__", "__post_init__", "__repr__", "__init_subclass__", "__getstate__", "__setstate__"}
-_WHERE_MADE |= {
-    "__deepcopy__",
-    "__copy__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__del__",
-    "__annotate_func__",
-    "__annotate__",
-}
+_WHERE_MADE |= {"__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__annotate_func__", "__annotate__"}
 _RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
 """The modes in which a recomputation runs as the forward did."""
 _MODES = {name for name in dir(torch) if name.startswith(("get_", "is_", "set_")) and not hasattr(Tensor, name)}
@@ -397,21 +374,12 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "keep_bottleneck",  # read at every forward
     "_is_replica",  # set by nn.DataParallel
 }
-_SOURCES = (
-    torch,
-    nn,
-    nn.functional,
-    torch.jit,
-    torch.compiler,
-    torch.onnx,
-    torch.utils,
-    torch.utils.checkpoint,
-    torch.amp,
-)
-_SOURCES += (torch.fft, torch.linalg, torch.special, torch.cuda.amp, torch.autograd, math, typing, functools)
-_SOURCES += (itertools, operator, collections, Tensor, str, list, tuple, dict, set, int, float, torch.Size)
+_SOURCES = (torch, nn, nn.functional, torch.jit, torch.compiler, torch.onnx, torch.utils, torch.utils.checkpoint)
+_SOURCES += (torch.amp, torch.fft, torch.linalg, torch.special, torch.cuda.amp, torch.autograd, math, typing)
+_SOURCES += (functools, itertools, operator, collections, Tensor, str, list, tuple, dict, set, int, float, torch.Size)
 _ATTRIBUTES = {name for each in _SOURCES for name in dir(each) if not name.startswith("_")}
 _ATTRIBUTES -= {"grad", "backward", "retain_grad", "requires_grad_", "set_", "share_memory_", "data_ptr"}
-_ATTRIBUTES |= {"_assert", "_modules", "training", "children", "named_children", "modules", "named_modules", "forward"}
+_ATTRIBUTES |= {"_assert", "_modules", "training", "children", "named_children", "modules", "named_modules"}
+_ATTRIBUTES |= {"get_submodule", "forward"}
 _ATTRIBUTES |= {"save_for_backward", "saved_tensors", "needs_input_grad", "apply", "mark_non_differentiable"}
 """Attributes that stand for the same in any forward: of torch's functions and tensors, of modules and collections."""

@@ -6,9 +6,7 @@ or without gradients of the input and of the parameters, in the model's own dtyp
 other rates of dropout.
 """
 
-import gc
 import warnings
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,7 +18,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
-from ..engine.parts import NoPartsError
 from ..norms.sync_batch_norm import local_statistics
 from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
@@ -153,9 +150,6 @@ class Trial:
         change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
-        reference = weakref.ref(output)
-        del output
-        _check_released(reference)
         states += random_states(x.device)
         states += [buffer for module in self.module.modules() for buffer in module._buffers.values()]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
@@ -242,7 +236,7 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
         )
     unknown = Code([*module.modules()]).unknown
     if unknown is not None:
-        raise NoPartsError(unknown)
+        raise SideEffectError(unknown)
     own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), random_tensors(module, sample.dtype), local_statistics(module):
         yield Trial(module, sample, own_dtype)
@@ -251,14 +245,6 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
 def _has_computed_weights(module: nn.Module) -> bool:
     tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return any(value.requires_grad or f"{name}_orig" in module._parameters for name, value in tensors.items())
-
-
-def _check_released(output: "weakref.ReferenceType[Tensor]") -> None:
-    """Raise `SideEffectError` if another object, such as a list of skip connections, holds a forward's output."""
-    if output() is not None:
-        gc.collect()
-    if output() is not None:
-        raise SideEffectError("hands its output to another object in its forward, which an engine would not")
 
 
 @contextmanager
