@@ -179,8 +179,8 @@ def _convolutions3x3(
     weight = case.weight3x3.contiguous(memory_format=torch.channels_last)
     accumulator = case.accumulator(case.grad_accum)
     shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
-    limits = tiles.device_limits(case.values.device)
-    chosen = conv3x3.forward_tile(out_channels, dtype, len(case.values), limits)
+    products, limits = conv1x1.product_precision(weight), tiles.device_limits(case.values.device)
+    chosen = conv3x3.forward_tile(out_channels, products, len(case.values), limits)
     candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(FORWARD_3X3) for o in block_outs[-1:])]
 
     def forward(tile: Tile) -> Any:
@@ -199,7 +199,7 @@ def _convolutions3x3(
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
     candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in block_outs)]
     yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
-    candidates = [conv3x3.grad_weight_tile(dtype), *conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
+    candidates = [conv3x3.grad_weight_tile(products), *conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
     yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 
@@ -215,7 +215,7 @@ def _convolutions1x1(
 
     def forward(tile: Any) -> Any:
         with mock.patch.object(tiles, "forward_tile", return_value=tile):
-            return conv1x1.forward(conv, with_statistics=True)
+            return conv1x1.forward(conv, has_statistics=True)
 
     def backward(tile: Any) -> Any:
         with mock.patch.object(tiles, "backward_tile", return_value=tile):

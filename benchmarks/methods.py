@@ -13,9 +13,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, kernels, make_efficient
+from efficient_densenet import CheckpointFunction, DenseNet, kernels, make_efficient
+from efficient_densenet.models.layers import DenseLayer
 from efficient_densenet.models.zoo import VARIANTS
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
@@ -34,6 +35,7 @@ class Setting:
     device: str
     threads: int
     inference: bool = False
+    devices: int = 1
 
 
 def expand(
@@ -45,8 +47,9 @@ def expand(
     device: str = "cpu",
     threads: int = 0,
     inference: bool = False,
+    devices: Any = 1,
 ) -> list[Setting]:
-    """Return all combinations of the given models, batch sizes, precisions and layouts."""
+    """Return all combinations of the given models, batch sizes, precisions, layouts and numbers of devices."""
     for name in as_list(precision):
         _check("precision", name, PRECISIONS)
         if name == "tf32" and not device.startswith("cuda"):
@@ -55,10 +58,10 @@ def expand(
         _check("layout", name, LAYOUTS)
     sizes = {name: image_size or default_image_size(name) for name in as_list(model)}
     threads = threads or torch.get_num_threads()
-    combinations = itertools.product(sizes, as_list(batch_size), as_list(precision), as_list(layout))
+    combinations = itertools.product(*map(as_list, (list(sizes), batch_size, precision, layout, devices)))
     return [
-        Setting(name, int(batch), sizes[name], numbers, memory_format, device, threads, inference)
-        for name, batch, numbers, memory_format in combinations
+        Setting(name, int(batch), sizes[name], numbers, memory_format, device, threads, inference, count)
+        for name, batch, numbers, memory_format, count in combinations
     ]
 
 
@@ -122,12 +125,28 @@ def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
 
 
 def _portable(arguments: dict[str, Any]) -> nn.Module:
-    kernels.numba_supports = lambda values: False  # this process measures nothing else
+    kernels.numba_supports = kernels.triton_supports = lambda values: False  # this process measures nothing else
     return _ours(arguments, efficient="shared")
 
 
-def _compiled(arguments: dict[str, Any], efficient: str) -> nn.Module:
-    compiled: Any = torch.compile(_ours(arguments, efficient=efficient), fullgraph=True)
+class _CheckpointFunctionLayer(DenseLayer):
+    """A layer as in the code that this project began with, which passes parameters along with what it recomputes."""
+
+    def first_half(self, *features: Tensor) -> Tensor:
+        parameters = *self.norm1.parameters(), *self.conv1.parameters()
+        return CheckpointFunction.apply(super().first_half, len(features), *features, *parameters)
+
+
+def _checkpoint_function(arguments: dict[str, Any]) -> nn.Module:
+    model = _ours(arguments, efficient="plain")
+    for layer in model.modules():
+        if type(layer) is DenseLayer:
+            layer.__class__ = _CheckpointFunctionLayer
+    return model
+
+
+def _compiled(arguments: dict[str, Any], efficient: str, mode: str = "default") -> nn.Module:
+    compiled: Any = torch.compile(_ours(arguments, efficient=efficient), fullgraph=True, mode=mode)
     return compiled
 
 
@@ -159,12 +178,14 @@ METHODS: dict[str, Method] = {
     "shared_portable": Method(_portable),
     "checkpoint": Method(partial(_ours, efficient="checkpoint")),
     "official": Method(partial(_ours, efficient="official")),
+    "checkpoint_function": Method(_checkpoint_function),
     "torchvision": Method(partial(_torchvision, memory_efficient=False), "torchvision"),
     "torchvision_efficient": Method(partial(_torchvision, memory_efficient=True), "torchvision"),
     "torchvision_converted": Method(_torchvision_converted, "torchvision"),
     "graph_plain": Method(partial(_ours, efficient="plain"), as_cuda_graph=True),
     "graph_shared": Method(partial(_ours, efficient="shared"), as_cuda_graph=True),
     "compile_plain": Method(partial(_compiled, efficient="plain")),
+    "compile_plain_reduce_overhead": Method(partial(_compiled, efficient="plain", mode="reduce-overhead")),
     "compile_shared": Method(partial(_compiled, efficient="shared")),
 }
 METHODS |= {
@@ -190,10 +211,11 @@ def choose(names: list[str], setting: Setting) -> list[str]:
 def unavailable_reason(name: str, setting: Setting) -> str | None:
     """Return why the method `name` cannot run here, or None if it can."""
     package = METHODS[name].package
-    if METHODS[name].as_cuda_graph and not setting.device.startswith("cuda"):
+    has_graphs = METHODS[name].as_cuda_graph or name.endswith("reduce_overhead")
+    if has_graphs and not setting.device.startswith("cuda"):
         return f"CUDA graphs need a GPU, and the device is {setting.device}"
-    if METHODS[name].as_cuda_graph and setting.inference:
-        return "a CUDA graph is one of a training step"
+    if METHODS[name].as_cuda_graph and (setting.inference or setting.devices > 1):
+        return "a CUDA graph is one of a training step on one device"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     model, arguments = setting.model, architecture(setting.model)

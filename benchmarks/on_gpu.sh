@@ -1,10 +1,21 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within nine minutes on one card, the important first: the comparison of every Triton kernel
-# with PyTorch's operations, which compiles them in parallel; their tests on the real device; gradients at real sizes;
-# times and memory of plain, shared and compiled, CUDA graphs, profiles; then other memory formats, precisions, methods.
+# Everything that needs a GPU, on one card. Without names, the parts from `contact` to `fp16` run in this order within
+# eight minutes; one that there is no time left for can be named in the next call.
 #
-#     bash benchmarks/on_gpu.sh
-#     bash benchmarks/on_gpu.sh --dry-run      the same parts with tiny sizes on the CPU, to see that the script works
+#     bash benchmarks/on_gpu.sh                        contact tests tf32 bf16 compiled fp16
+#     bash benchmarks/on_gpu.sh fp16 tiles             these parts alone
+#     bash benchmarks/on_gpu.sh --dry-run [part]...    what it would run; every command is imported and parsed
+#
+#     contact   every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm
+#     tests     the kernels' tests, in a process for each core
+#     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
+#     bf16      under AMP in both memory formats, with torchvision's checkpointing and the portable kernels; so is fp16
+#     compiled  plain under torch.compile, by default and with reduce-overhead
+#     check     gradients of real sizes beside plain in float64
+#     profile   what takes the time of a step
+#     ncu       what the warps of twelve convolutions' launches wait for (Nsight Compute)
+#     tiles     the time of each convolution with each of several tiles
+#     train     DenseNet-BC-100-12 on the images in DATA (by default cifar10_jpeg) in EPOCHS epochs (90: about 8 minutes)
 #
 # CSV and text files, and what each part has printed, go to benchmarks/results. With OUT=<folder> that folder gets two
 # files, made anew after each part: summary.txt, a line for each part, and on_gpu.tar.gz with all others.
@@ -12,18 +23,39 @@
 # which needs torch only. Rows of other missing packages are left out, with a message.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+dry_run=
+if [[ ${1:-} == --dry-run ]]; then
+    dry_run=yes
+    shift
+fi
+limit=${LIMIT:-$(($# ? 570 : 480))}
+[[ $# -gt 0 ]] || set -- contact tests tf32 bf16 compiled fp16
+known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles train "
+for name in "$@"; do
+    if [[ $known != *" $name "* ]]; then
+        echo "error: unknown part or option $name: there are --dry-run and$known" >&2
+        exit 2
+    fi
+done
+python=${PYTHON:-$(command -v python3 || command -v python)}
+if [[ -z $python ]]; then
+    echo "error: found neither python3 nor python: name an interpreter that has torch with PYTHON=..." >&2
+    exit 1
+elif [[ -z $dry_run ]] && ! "$python" -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+    echo "error: no CUDA device that $python's torch can use: on_gpu.sh needs one; --dry-run shows what it would do" >&2
+    exit 1
+fi
 results=benchmarks/results
-if [[ -n ${OUT:-} ]]; then
-    mkdir -p "$OUT"
+if [[ -n ${OUT:-}$dry_run ]]; then
     results=$(mktemp -d)
 fi
 logs=$results/on_gpu
-mkdir -p "$logs"
+mkdir -p "$logs" ${OUT:+"$OUT"}
 : >"$logs/summary.txt"
-python=${PYTHON:-$(command -v python3 || command -v python)}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-end=$((SECONDS + ${LIMIT:-530}))
-failed=() parts=0
+unset TRITON_INTERPRET
+end=$((SECONDS + limit))
+failed=() num_parts=0
 
 finish() { # finish <name> <what became of it>: a line of the summary, and the files that $OUT is given so far
     printf '%s: %s\n' "$1" "$2" | tee -a "$logs/summary.txt"
@@ -41,8 +73,16 @@ part() { # part <name> <seconds at most> <command>...: within the time left for 
         finish "$name" "left out, no time left"
         return
     fi
-    echo "== $name"
-    log=$logs/$((++parts))_$(tr -cs '[:alnum:]\n' _ <<<"$name" | cut -c 1-100).txt
+    echo "== $name${dry_run:+, at most $limit s: $*}"
+    if [[ -n $dry_run ]]; then
+        while [[ $1 != "$python" ]]; do shift; done
+        case "$2 $3" in
+        "benchmarks/run.py "*) set -- "$@" --what plan ;;
+        "-m pytest") set -- "$@" --collect-only -qq ;;
+        *) set -- "$python" benchmarks/options.py "${@:2}" ;;
+        esac
+    fi
+    log=$logs/$((++num_parts))_$(tr -cs '[:alnum:]\n' _ <<<"$name" | cut -c 1-100).txt
     timeout --foreground -k 10 $((limit < left ? limit : left)) "$@" 2>&1 | tee "$log"
     status=${PIPESTATUS[0]}
     case $status in
@@ -62,29 +102,21 @@ measure() { # measure <seconds at most> <options of run.py>...
     part "run.py ${*:2}" "$1" "$python" benchmarks/run.py --folder "$results" --patience 150 "${@:2}"
 }
 
-profile() { # profile <seconds at most> <options of run.py>...
-    measure "$@" --what profile
-}
-
-check() { # check <seconds at most> <options of run.py>...
-    measure "$@" --what check --methods shared
-}
-
 kernel_tests() { # kernel_tests <file>...: in several processes, since most of their time is Triton's compiler's
-    local file files=() shard pids=() log start=$SECONDS count=$(nproc)
-    for file in "$@"; do
-        if [[ -e $file ]]; then files+=("$file"); else echo "$file does not exist: it is left out"; fi
-    done
-    if ! "$python" -c "import pytest" 2>/dev/null; then
+    local shard pids=() log start=$SECONDS count=$(nproc)
+    if [[ -n $dry_run ]]; then
+        part "kernel tests" 75 "$python" -m pytest "$@"
+        return
+    elif ! "$python" -c "import pytest" 2>/dev/null; then
         failed+=("kernel tests")
         finish "kernel tests" "left out, since pytest is not installed"
         return
     fi
     count=$((count > 16 ? 16 : count))
-    echo "== kernel tests in $count processes: ${files[*]}"
+    echo "== kernel tests in $count processes: $*"
     for ((shard = 1; shard <= count; shard++)); do
         # Interrupted, pytest says which tests have failed and why.
-        timeout -s INT -k 10 75 "$python" -m pytest "${files[@]}" --shard "$shard/$count" -v -p no:cacheprovider \
+        timeout -s INT -k 10 75 "$python" -m pytest "$@" --shard "$shard/$count" -v -p no:cacheprovider \
             >"$logs/kernel_tests_$shard.txt" 2>&1 &
         pids+=($!)
     done
@@ -99,69 +131,65 @@ failures; its last line: $(tail -n 1 "$log")"
     echo "== kernel tests took $((SECONDS - start)) s"
 }
 
-prepare() { # prepare <seconds at most> <model and batch size>...: compile their kernels, in processes side by side
-    local limit=$1 each
-    shift
-    part "prepare $*" "$limit" bash -c 'for each in "${@:2}"; do
-        "$1" -m efficient_densenet.doctor --model "${each%:*}" --batch_size "${each#*:}" & done
-        for each in $(jobs -p); do wait "$each" || status=$?; done; exit ${status:-0}' _ "$python" "$@"
+under_amp() { # under_amp <bf16 or fp16>: each model in both memory formats
+    local model
+    for model in "${small[*]}" "${big[*]}"; do
+        measure 200 $model --precision "$1" --layout contiguous,channels_last --rounds 5 \
+            --methods $graphs,torchvision_efficient,shared_portable
+    done
 }
 
-tests=(tests/test_triton_kernels.py tests/test_triton_stem.py)
-tests+=(tests/test_fused_stem.py tests/test_triton_launch.py tests/test_cuda_graph.py)
+run_part() {
+    case $1 in
+    contact)
+        for state in cold warm; do
+            part "first contact, $state" 100 "$python" -m efficient_densenet.doctor --compare
+        done
+        ;;
+    tests)
+        kernel_tests tests/test_triton_kernels.py tests/test_triton_stem.py tests/test_fused_stem.py \
+            tests/test_triton_launch.py tests/test_cuda_graph.py
+        ;;
+    tf32)
+        measure 150 "${small[@]}" --batch_size 64,256 --precision tf32 --methods $graphs
+        measure 90 "${big[@]}" --precision tf32 --methods $graphs
+        ;;
+    bf16 | fp16) under_amp "$1" ;;
+    compiled)
+        measure 300 "${small[@]}" --precision bf16 --methods compile_plain,compile_plain_reduce_overhead --rounds 5 \
+            --patience 190
+        ;;
+    check)
+        measure 90 "${small[@]}" --what check --methods shared --precision tf32,bf16,float32
+        measure 60 "${big[@]}" --what check --methods shared --precision tf32,float32
+        ;;
+    profile)
+        measure 60 "${small[@]}" --what profile --methods $graphs --precision tf32
+        measure 60 "${big[@]}" --what profile --methods plain,shared --precision tf32
+        ;;
+    ncu)
+        part ncu 120 ncu --section WarpStateStats --section SchedulerStats --section SpeedOfLight \
+            --kernel-name regex:^conv --launch-skip 60 --launch-count 12 \
+            "$python" -m efficient_densenet.doctor --model densenet_bc_100_12 --batch_size 256
+        ;;
+    tiles)
+        part "tiles in bf16" 240 "$python" benchmarks/gpu_tiles.py --precision bf16
+        part "tiles in TF32" 240 "$python" benchmarks/gpu_tiles.py --precision tf32 --only conv3x3
+        ;;
+    train)
+        part train 560 "$python" demos/cp_demo.py --data "${DATA:-cifar10_jpeg}" --save "$results/train" \
+            --n_epochs "${EPOCHS:-90}" --batch_size 256 --lr 0.2 --weight_decay 5e-4 --recipe one_cycle --amp bf16
+        ;;
+    esac
+}
+
 graphs=plain,shared,graph_plain,graph_shared
-compiled=compile_plain,compile_shared
-others=official,checkpoint,shared_keep,torchvision_efficient
-if [[ -z $python ]]; then
-    echo "error: found neither python3 nor python: name an interpreter that has torch with PYTHON=..." >&2
-    exit 1
-elif [[ ${1:-} == --dry-run ]]; then
-    tiny=(--device cpu --model densenet_bc_10_4 --batch_size 2 --image_size 8)
-    part "first contact" 60 "$python" -m efficient_densenet.doctor --compare
-    prepare 60 densenet_bc_100_12:1
-    kernel_tests tests/test_triton_launch.py
-    check 100 "${tiny[@]}" --precision float32,bf16
-    measure 100 "${tiny[@]}" --rounds 1 --methods $graphs
-    measure 100 "${tiny[@]}" --rounds 1 --methods plain --layout channels_last
-    profile 100 "${tiny[@]}" --methods $graphs
-elif [[ $# -gt 0 ]]; then
-    echo "error: unknown option $1: there is --dry-run" >&2
-    exit 2
-elif ! "$python" -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
-    echo "error: no CUDA device that $python's torch can use: on_gpu.sh needs one; --dry-run tries it out on the CPU" >&2
-    exit 1
-else
-    big=(--device cuda --model densenet121 --batch_size 64)
-    small=(--device cuda --model densenet_bc_100_12)
-    unset TRITON_INTERPRET
-    part "first contact in TF32, cold where Triton's cache is empty" 100 "$python" -c "
-import time, torch
-from efficient_densenet.kernels import first_contact
-start = time.time()
-print(first_contact.verdict(0, torch.float32, 'tf32', activation='relu'), f'{time.time() - start:.1f} s')"
-    part "first contact" 100 "$python" -m efficient_densenet.doctor --compare
-    kernel_tests "${tests[@]}"
-    check 90 "${small[@]}" --batch_size 64 --precision tf32,bf16,float32
-    measure 90 "${small[@]}" --batch_size 256 --precision tf32 --methods $graphs
-    measure 90 "${big[@]}" --precision tf32 --methods $graphs
-    profile 40 "${small[@]}" --batch_size 256 --precision tf32 --methods plain,shared
-    profile 40 "${big[@]}" --precision tf32 --methods plain,shared
-    profile 60 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
-    part "tiles" 120 "$python" benchmarks/gpu_tiles.py
-    measure 40 "${small[@]}" --batch_size 64 --precision tf32 --methods $graphs
-    measure 40 "${small[@]}" --batch_size 256 --precision tf32 --layout channels_last --methods plain,shared
-    measure 40 "${big[@]}" --precision tf32 --layout channels_last --methods plain,shared
-    check 60 "${big[@]}" --precision tf32,float32
-    measure 40 "${small[@]}" --batch_size 256 --precision bf16 --methods plain,shared,graph_shared
-    measure 40 "${big[@]}" --precision bf16 --methods plain,shared,graph_shared
-    measure 140 "${small[@]}" --batch_size 256 --precision tf32 --methods $compiled
-    measure 140 "${big[@]}" --precision tf32 --methods $compiled
-    measure 60 "${small[@]}" --batch_size 256 --precision tf32 --methods $others
-    measure 60 "${big[@]}" --precision tf32 --methods $others
-fi
+big=(--device cuda --model densenet121 --batch_size 64)
+small=(--device cuda --model densenet_bc_100_12 --batch_size 256)
+for name in "$@"; do run_part "$name"; done
 if ((${#failed[@]})); then
     printf 'did not succeed: %s\n' "${failed[@]}" >&2
     [[ -n ${OUT:-} ]] || echo "what each part has printed is in $logs" >&2
     exit 1
 fi
-echo "all done in $SECONDS s: the results are in ${OUT:-$results}"
+echo "all done in $SECONDS s: ${dry_run:+nothing was run; }the results are in ${OUT:-$results}"

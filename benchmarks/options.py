@@ -1,11 +1,18 @@
-"""Run a benchmark's function as a command, by the standard library: a machine with a GPU may have torch alone."""
+"""Run a benchmark's function as a command, by the standard library: a machine with a GPU may have torch alone.
+
+python benchmarks/options.py benchmarks/gpu_tiles.py --precision bf16     imports it and parses its options, no more
+"""
 
 import argparse
 import ast
+import importlib
 import inspect
+import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
 """Exceptions whose message a command prints without a traceback."""
@@ -43,3 +50,25 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
         return text
+
+
+def parse_only(words: list[str]) -> None:
+    """Run a Python command, a file or -m and a module, until it has parsed its options (a demo: and checked them)."""
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "demos"))
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def then_stop(*arguments: Any) -> None:
+        parse_args(*arguments)
+        sys.exit()
+
+    sys.argv = words[1:] if words[0] == "-m" else words
+    run = runpy.run_module if words[0] == "-m" else runpy.run_path
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", then_stop):
+        if "cp_demo.py" in words[0]:
+            training, parse = importlib.import_module("training"), importlib.import_module("training.options").parse
+            training.train = lambda given: parse(given, "best")
+        run(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    parse_only(sys.argv[1:])

@@ -31,6 +31,7 @@ COLORS = {
     "shared_portable": "#7f9fb8",
     "checkpoint": "#009e73",
     "official": "#cc79a7",
+    "checkpoint_function": "#b3628f",
     "torchvision": "#e69f00",
     "torchvision_efficient": "#e69f00",
     "torchvision_converted": "#8a5a1e",
@@ -64,7 +65,8 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
         folder: where to write the figures. Default: benchmarks/figures.
     """
     paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
-    for path in paths or sorted(path for path in results.RESULTS.glob("*.csv") if results.read(path)):
+    measured = (path for path in results.RESULTS.glob("*.csv") if "devices_sweep" not in path.stem)
+    for path in paths or sorted(path for path in measured if results.read(path)):
         save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
 
 

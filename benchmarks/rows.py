@@ -27,6 +27,7 @@ KEY = (
     "device",
     "device_name",
     "threads",
+    "devices",
 )
 """The columns that identify a configuration. A new row replaces the old one with the same values in them."""
 COLUMNS = (
@@ -35,11 +36,12 @@ COLUMNS = (
     "step_peak_mib",
     *("step_s_median", "step_s_q1", "step_s_q3", "host_s_median"),
     *("time_over_plain_median", "time_over_plain_q1", "time_over_plain_q3"),
-    *("rounds", "first_step_s", "note", "device", "device_name", "threads", "torch", "date", "commit"),
+    *("rounds", "first_step_s", "note", "device", "device_name", "threads", "devices", "torch", "date", "commit"),
 )
-NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median"}
+NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median", "devices"}
 """Columns that older files lack: the kernels that the shared engine runs (Triton, Numba, portable), the peak of a step
-that makes its gradients anew, which count, and the host's part of a step on a GPU."""
+that makes its gradients anew, which count, the host's part of a step on a GPU, and the number of devices where it is
+not one."""
 
 
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
@@ -72,6 +74,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "device": setting.device.split(":")[0],
         "device_name": measurement.device_name or plain.device_name,
         "threads": setting.threads,
+        "devices": setting.devices if setting.devices > 1 else "",
         **provenance(),
     }
     return {name: str(values[name]) for name in COLUMNS}
@@ -104,21 +107,21 @@ def provenance() -> Row:
 def commit() -> str:
     """Return the commit of the measured code, with a plus sign if there are uncommitted changes."""
     try:
-        head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--", "efficient_densenet", "benchmarks/*.py") else "")
+        head = git("rev-parse", "--short", "HEAD")
+        return head + ("+" if git("status", "--porcelain", "--", "efficient_densenet", "benchmarks/*.py") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
 
-def _git(*arguments: str) -> str:
+def git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def stem(setting: Setting, device_name: str, sweep: str = "") -> str:
     """Return a file's name: <device>_torch<version>_<model>_<batch size>, with another end for a sweep."""
     device = "cpu" if setting.device == "cpu" else re.sub(r"\W+", "_", device_name).lower()
-    subject = {"depth": "depth_sweep", "batch": f"{setting.model}_batch_sweep"}.get(sweep)
-    subject = subject or f"{setting.model}_{setting.batch_size}"
+    of_sweep = {"": f"{setting.model}_{setting.batch_size}", "depth": "depth_sweep"}
+    subject = of_sweep.get(sweep, f"{setting.model}_{sweep}_sweep")
     version = torch.__version__.split("+")[0]
     return f"{device}_torch{version}_{'inference_' if setting.inference else ''}{subject}"
 

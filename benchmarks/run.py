@@ -6,6 +6,7 @@
     python benchmarks/run.py --inference                               a forward in eval mode without gradients
     python benchmarks/run.py --batch_size 2 --image_size 8 --threads 1 the host's time: hardly anything is computed
     python benchmarks/run.py --sweep depth                             memory only, for the figures
+    python benchmarks/run.py --sweep devices                           batches 4, 256, 512 on one device and on two
     python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
     python benchmarks/run.py --what profile                            what takes the time
 
@@ -33,9 +34,16 @@ SWEEPS = {
         "batch_size": 8,
     },
     "batch": {"batch_size": [8, 16, 32, 64, 128, 256]},
+    "devices": {
+        "batch_size": [4, 256, 512],
+        "devices": [1, 2],
+        "methods": ("plain", "official", "checkpoint_function", "checkpoint", "shared"),
+        "rounds": 1,
+    },
 }
+"""The defaults of options by sweep. That of devices is the table that the project began with: naive is `plain`."""
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
-WHAT = ("time", "check", "profile")
+WHAT = ("time", "check", "profile", "plan")
 ERROR_OVER_PLAIN = 2.0
 """Largest ratio of a method's error to plain's."""
 ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
@@ -52,6 +60,7 @@ def run(
     rounds: int | None = None,
     device: str = "",
     threads: int = 0,
+    devices: int | list[int] | None = None,
     allocator: str = "",
     sweep: str = "",
     inference: bool = False,
@@ -70,14 +79,17 @@ def run(
         layout: contiguous or channels_last.
         methods: names of methods. Default: all but those in channels_last. Plain is always measured, because the
             others are compared with it, but profiled only where it is named.
-        rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a sweep.
+        rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a figure's sweep.
         device: cpu or cuda. Default: cuda if there is a GPU.
         threads: number of CPU threads. Default: PyTorch's.
+        devices: number of GPUs, by nn.DataParallel, or of replicas in threads that share the CPU's. Memory is that of
+            one device; plain runs on as many. Default: 1.
         allocator: allocator of CPU memory to preload in the workers: tcmalloc, jemalloc or the path of a library.
-        sweep: depth or batch, for the figures. It sets the default models or batch sizes, and methods.
+        sweep: depth or batch, for the figures, or devices. It sets the defaults of what it is about, and of methods.
         inference: measure a forward in eval mode without gradients instead of a training step.
         what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
-            inference, is more than twice plain's; or profile, which writes a text file for each method.
+            inference, is more than twice plain's; profile, which writes a text file for each method; or plan, which
+            only prints what would be measured.
         compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
         folder: where to write the files. Default: benchmarks/results.
@@ -86,25 +98,35 @@ def run(
         raise ValueError(f"unknown sweep {sweep!r}: there are {', '.join(SWEEPS)}")
     if what not in WHAT:
         raise ValueError(f"unknown measurement {what!r}: there are {', '.join(WHAT)}")
-    defaults = {"model": "densenet_bc_100_12", "batch_size": 64} | SWEEPS.get(sweep, {})
-    device = _device(device)
+    of_any = {"methods": SWEEP_METHODS, "rounds": 0} if sweep else {"methods": ORDINARY, "rounds": 9}
+    defaults = {"model": "densenet_bc_100_12", "batch_size": 64, "devices": 1, **of_any, **SWEEPS.get(sweep, {})}
+    device = device if what == "plan" else _device(device)
     settings = expand(
         defaults["model"] if model is None else model,
         defaults["batch_size"] if batch_size is None else batch_size,
         *(image_size, precision, layout, device, threads, inference),
+        defaults["devices"] if devices is None else devices,
     )
-    names = as_list(methods) if methods else list(SWEEP_METHODS if sweep else ORDINARY)
-    rounds = (0 if sweep else 9) if rounds is None else rounds
+    names = as_list(methods) if methods else list(defaults["methods"])
+    rounds = defaults["rounds"] if rounds is None else rounds
     preload, target, too_large = find_allocator(allocator), Path(folder or results.RESULTS), []
     for setting in settings:
-        print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, {setting.device}")
+        print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, ", end="")
+        print(f"{setting.devices} × {setting.device}")
+        if setting.device == "cuda" and setting.devices > torch.cuda.device_count() and what != "plan":
+            print(f"  n/a: {setting.devices} GPUs are needed, found {torch.cuda.device_count()}")
+            continue
         chosen = choose(names, setting)
-        if what == "check":
+        if what == "plan":
+            print(f"  {', '.join(chosen)}")
+        elif what == "check":
             too_large += _check(setting, chosen, patience)
         elif what == "profile":
             _profile(setting, [method for method in chosen if method in names], preload, patience, target)
         else:
             _measure(setting, Comparison(chosen, rounds), preload, patience, compiler_cache, sweep, target)
+    if sweep == "devices" and device == "cpu":
+        print("one GPU and two GPUs: n/a, they were not asked for or are not there")
     if too_large:
         raise ValueError(f"results differ by more than rounding: {', '.join(too_large)}")
 

@@ -1,13 +1,17 @@
-"""Print a table of measurements from the CSV files, and check the tables of a document against the files.
+"""Print a table of measurements from the CSV files, and write the tables of a document anew from the files.
 
     python benchmarks/table.py cpu_torch2.15.0_densenet_bc_100_12_64.csv --allocator system
     python benchmarks/table.py --check README.md
+    python benchmarks/table.py --write README.md,docs/benchmarks.md,docs/cifar.md
 
-In a document, a comment above each table contains its command. --check lists the commands whose tables differ.
+In a document, a comment above each table contains its command. --check lists the commands whose tables differ. The
+caption says where the rows were measured, at which commit, and whether the engine has changed much since.
 """
 
+import functools
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +23,9 @@ from methods import METHODS, as_list
 from options import parse_arguments, run_command
 
 HEADER = ("| model, batch | method | devices | memory | time |", "|---|---|---|---:|---:|")
+ENGINE = "efficient_densenet/engine", "efficient_densenet/kernels"
+LINES = 300
+AGE = f" (`engine/` and `kernels/` changed by more than {LINES} lines since)"
 COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*(?:\nMeasured .*\n?)*)")
 
 
@@ -29,6 +36,7 @@ def table(
     layout: str | list[str] = "contiguous",
     allocator: str | list[str] | None = None,
     check: str = "",
+    write: str | list[str] = "",
 ) -> None:
     """Print rows of CSV files in benchmarks/results as a Markdown table: all rows, or those that the options select.
 
@@ -39,7 +47,12 @@ def table(
         layout: contiguous or channels_last.
         allocator: system, tcmalloc or jemalloc. Default: all.
         check: a document whose tables are compared with the output of their commands.
+        write: documents whose tables are replaced by the output of their commands.
     """
+    for document in map(Path, as_list(write)):
+        document.write_text(refreshed(document.read_text()))
+    if write:
+        return
     if check:
         commands = outdated(Path(check).read_text())
         if commands:
@@ -51,7 +64,7 @@ def table(
 def render(
     files: Iterable[str], methods: Any = None, precision: Any = None, layout: Any = "contiguous", allocator: Any = None
 ) -> str:
-    """Return the table of the selected rows."""
+    """Return the table of the selected rows. A compiled or a graph's row stands beside that of plain, or not at all."""
     selected = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
     selected = {name: as_list(values) for name, values in selected.items() if values}
     rows = [row for file in files for row in _read(file) if all(row[name] in selected[name] for name in selected)]
@@ -59,6 +72,8 @@ def render(
         raise ValueError(
             f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
+    shown = {(*_group(row), row["method"]) for row in rows}
+    rows = [row for row in rows if (*_group(row), re.sub("^(compile|graph)_.*", r"\1_plain", row["method"])) in shown]
     groups = list(dict.fromkeys(map(_group, rows)))
     order = selected.get("method", list(METHODS))
     rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
@@ -66,25 +81,44 @@ def render(
 
 
 def provenance(rows: Iterable[results.Row]) -> str:
-    """A caption with the device, PyTorch, date and commit of the rows."""
+    """A caption with the device, PyTorch, date and commit of the rows, and their age."""
     runs = dict.fromkeys(
         f"on {row['device_name']} with PyTorch {row['torch'].partition('+')[0]}, {row['date']}, commit "
         + row["commit"].replace("+", " with uncommitted changes")
+        + (AGE if (lines_changed_since(row["commit"].rstrip("+")) or 0) > LINES else "")
         for row in rows
         if row["device_name"]
     )
     return f"Measured {'; '.join(runs)}."
 
 
+@functools.cache
+def lines_changed_since(commit: str) -> int | None:
+    """How many lines of the engine and its kernels were added or removed since a commit; None where git has none."""
+    try:
+        changes = results.git("diff", "--numstat", commit, "--", *ENGINE)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return sum(int(number) for number in re.findall(r"\b\d+(?=\t)", changes))
+
+
 def outdated(text: str) -> list[str]:
-    """Return the table commands in a document whose tables differ from their output."""
-    commands = []
-    for command, printed in COMMAND.findall(text):
-        files, options = parse_arguments(table, shlex.split(command))
-        options.pop("check")
-        if render(files, **options) != printed.strip():
-            commands.append(command)
-    return commands
+    """Return the table commands in a document whose tables differ from their output, but for the age."""
+    return [
+        command
+        for command, printed in COMMAND.findall(text)
+        if _output(command).replace(AGE, "") != printed.strip().replace(AGE, "")
+    ]
+
+
+def refreshed(text: str) -> str:
+    """A document with the tables that its commands print."""
+    return COMMAND.sub(lambda match: match[0].replace(match[2].strip(), _output(match[1])), text)
+
+
+def _output(command: str) -> str:
+    files, options = parse_arguments(table, shlex.split(command))
+    return render(files, **{name: options[name] for name in ("methods", "precision", "layout", "allocator")})
 
 
 def _group(row: results.Row) -> tuple[str, ...]:
@@ -120,7 +154,10 @@ def devices(row: results.Row) -> str:
     """Return a text such as "2 CPU threads, tcmalloc" or "1 NVIDIA H200, bf16"."""
     on_cpu = row["device"] == "cpu"
     threads = "1 CPU thread" if row["threads"] == "1" else f"{row['threads']} CPU threads"
-    parts = [threads if on_cpu else f"1 {row['device_name']}"]
+    count = row["devices"] or "1"
+    parts = [threads if on_cpu else f"{count} {row['device_name']}"]
+    if on_cpu and count != "1":
+        parts.insert(0, f"{count} replicas")
     if on_cpu and row["allocator"] != "system":
         parts.append(row["allocator"])
     parts += [

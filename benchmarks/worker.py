@@ -5,12 +5,14 @@ of JSON on the standard output. Between commands, the process blocks in a read a
 """
 
 import contextlib
+import copy
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from comparison import OUT_OF_MEMORY
 from methods import LAYOUTS, METHODS, Setting, architecture
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 
 from efficient_densenet._tensors import compute_dtype
@@ -30,7 +32,8 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "demos"))
 from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-SHORT_STEP = 0.3  # seconds
+SHORT_STEP, LONG_STEP = 0.3, 5.0
+"""Seconds: a short step comes after an untimed one, and a long one is not repeated for `step_peak`."""
 STEPS_ON_GPU = 5
 """Number of steps that are timed together on a GPU."""
 ALGORITHMS_TRIED = 4
@@ -43,7 +46,7 @@ class Task:
 
     def __init__(self, method: str, setting: Setting, dtype: torch.dtype = torch.float32) -> None:
         self.device, self.setting = torch.device(setting.device), setting
-        torch.set_num_threads(setting.threads)
+        torch.set_num_threads(max(1, setting.threads // setting.devices))
         torch.set_float32_matmul_precision("high" if setting.precision == "tf32" else "highest")
         torch.backends.cudnn.allow_tf32 = setting.precision == "tf32"
         torch.backends.cudnn.benchmark = True  # plain's best configuration
@@ -60,6 +63,12 @@ class Task:
         self.backward: Callable[[Tensor, Tensor, float], Tensor] = self._backward
         if self.as_cuda_graph:
             self.backward = CudaGraphBackward(self._backward, self.model.parameters())
+        self.replicas = [self.model]
+        if setting.devices > 1 and self.device.type == "cuda":
+            self.model = nn.DataParallel(self.model, list(range(setting.devices)))
+        elif setting.devices > 1:
+            self.replicas += [copy.deepcopy(self.model) for _ in range(1, setting.devices)]
+            self.threads, self.backward = ThreadPoolExecutor(setting.devices - 1), self._backward_of_replicas
 
     def step(self) -> None:
         """Run one batch. Gradients are made anew, as trainers do that set them to None before."""
@@ -71,14 +80,28 @@ class Task:
             self.backward(self.images, self.labels, 1.0)
 
     def _forget_gradients(self) -> None:
-        for parameter in self.model.parameters():
+        for parameter in (parameter for replica in self.replicas for parameter in replica.parameters()):
             parameter.grad = None
 
     def _backward(self, images: Tensor, labels: Tensor, _loss_scale: float) -> Tensor:
+        return self._backward_of(self.model, images, labels)
+
+    def _backward_of(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         with self._autocast():
-            loss = F.cross_entropy(self.model(images), labels)
+            loss = F.cross_entropy(model(images), labels)
         loss.backward()
         return loss.detach()
+
+    def _backward_of_replicas(self, images: Tensor, labels: Tensor, _loss_scale: float) -> Tensor:
+        """A step of each replica on its share of the batch, in a thread of its own. The first one's is this thread, the
+        only one that the profiler sees: so the tensor peak is that of one replica."""
+        count = len(self.replicas)
+        shares = list(zip(self.replicas, images.chunk(count), labels.chunk(count), strict=True))
+        others = [self.threads.submit(self._backward_of, *share) for share in shares[1:]]
+        loss = self._backward_of(*shares[0])
+        for other in others:
+            other.result()
+        return loss
 
     def time_step(self) -> dict[str, float]:
         """Return the seconds of a step, and the host's until it has launched everything. A short step comes after an
@@ -109,7 +132,7 @@ class Task:
         else:
             peaks = measure(lambda: durations.append(self._time(self._accumulate)), self.device)
             self._forget_gradients()
-            step_peak = tensor_peak(self.step, self.device)
+            step_peak = tensor_peak(self.step, self.device) if durations[-1] < LONG_STEP else None
         self.last_seconds = durations[-1]
         return {
             "tensor_peak": peaks.tensor,
@@ -125,7 +148,7 @@ class Task:
         if self.setting.inference:
             self.step()
         else:
-            self._backward(self.images, self.labels, 1.0)
+            self.backward(self.images, self.labels, 1.0)
 
     def _capture(self, durations: list[float]) -> Peaks:
         """Run the steps before the capture, the one that captures, and one more."""

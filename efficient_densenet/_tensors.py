@@ -61,8 +61,7 @@ def autocast_enabled(x: Tensor) -> bool:
 
 def autocast_disabled(x: Tensor) -> contextlib.AbstractContextManager:
     """Turn autocast off on the device of `x`: the engines convert dtypes explicitly."""
-    device = autocast_device(x)
-    return torch.autocast(device, enabled=False) if _is_autocast_available(device) else contextlib.nullcontext()
+    return torch.autocast(autocast_device(x), enabled=False) if autocast_enabled(x) else contextlib.nullcontext()
 
 
 @constant_to_compilers

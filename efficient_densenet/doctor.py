@@ -56,15 +56,17 @@ def _triton(compare: bool) -> Iterator[str]:
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         yield f"GPU {index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-        if not kernels.has_triton(torch.device("cuda", index)):
-            cause = "Triton is not installed or too old for this GPU, or the GPU is too old (needed is 8.0 or higher)"
+        device = torch.device("cuda", index)
+        kinds = [each for each in KERNELS if kernels.has_triton(device, each[0])]
+        if not kinds:
+            cause = "Triton is not installed or too old for this GPU, or the GPU is too old (needed is 7.0 or higher)"
             yield f"  PyTorch's operations: {cause}"
             continue
         find = partial(first_contact.verdict if compare else first_contact.stored_verdict, index, activation="relu")
         at_once = max(1, (os.cpu_count() or 1) // 8)  # each comparison is in a process of its own, and compiles
         with ThreadPoolExecutor(at_once) as pool:
-            verdicts = pool.map(find, *zip(*KERNELS, strict=True)) if mode == "check" else KERNELS
-            for (dtype, precision), verdict in zip(KERNELS, verdicts, strict=True):
+            verdicts = pool.map(find, *zip(*kinds, strict=True)) if mode == "check" else kinds
+            for (dtype, precision), verdict in zip(kinds, verdicts, strict=True):
                 name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
                 yield f"  {name}: {_kernels(mode, verdict)}"
 
@@ -74,10 +76,10 @@ def _kernels(mode: str, verdict: Any) -> str:
         return "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
     if verdict is None:
         return "Triton, if they pass the comparison: the first step compares, as does --compare"
-    if not verdict.fault:
+    if verdict.passed:
         return "Triton, compared"
     cause = "of the Triton kernels" if verdict.certain else "the Triton kernels could not be compared:"
-    return f"PyTorch's operations, since {cause} {verdict.fault}"
+    return f"PyTorch's operations, since {cause} {verdict.fault or verdict.slower}"
 
 
 def warm_up() -> str:

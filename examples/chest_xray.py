@@ -16,7 +16,7 @@ import pandas as pd
 import pictures
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, print_what_fits, stop
+from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, parse_options, print_what_fits, stop
 from PIL import Image
 from pytorch_grad_cam import GradCAM
 from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
@@ -41,11 +41,11 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     models = [*list_models("densenet*"), "torchxrayvision"]
     add("--model", metavar="NAME", default="densenet121", choices=models, help="of the zoo, or torchxrayvision")
     add("--weights", help="DEFAULT for torchvision's, a file, or a name of torchxrayvision's")
-    add("--image_size", type=int, default=224, help="height and width, 224 to 1024; generated pictures have 64")
+    add("--image_size", type=int, default=224, help="height and width, 224 to 1024")
     add("--channels", type=int, choices=[1, 3], default=1, help="of the model's input; all weights work with both")
     add("--class_weights", choices=["balanced", "none"], default="balanced", help="whether rare findings weigh more")
     add("--resamples", type=int, default=1000, help="bootstrap samples for the 95 %% intervals")
-    return parser.parse_args(words)
+    return parse_options(parser, words, image_size=64)
 
 
 class XRays(Dataset):
@@ -161,7 +161,7 @@ def draw_cams(model: nn.Module, scores: Tensor, data: XRays, labels: list[str], 
 def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     if options.data == "generated":
-        options.data, options.image_size = str(generated.xrays(options.out / "generated")), 64
+        options.data = str(generated.xrays(options.out / "generated"))
     table, labels, name = read_table(options)
     parts = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
     data = {part: XRays(parts[part], labels, options, augment=part == "train") for part in parts}

@@ -51,6 +51,17 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     return parser
 
 
+def parse_options(parser: argparse.ArgumentParser, words: list[str] | None, **of_generated: Any) -> argparse.Namespace:
+    """The options; where the data are generated, options that are not given have defaults for a quick first run."""
+    options = parser.parse_args(words)
+    if options.data == "generated":
+        parser.set_defaults(**of_generated)
+        options = parser.parse_args(words)
+        used = (f"--{name} {str(getattr(options, name)).strip('[]').replace(',', '')}" for name in of_generated)
+        print(f"generated data, for a quick first run: {' '.join(used)}")
+    return options
+
+
 def autocast(options: argparse.Namespace) -> torch.autocast:
     dtype = DTYPES[options.precision]
     return torch.autocast(DEVICE.type, dtype, enabled=dtype is not None)
@@ -69,6 +80,8 @@ def print_what_fits(
     print(f"{'engine':<8}{f'a batch of {batch_size}':>18}{'largest batch':>16}", flush=True)
     for fit in what_fits(model, sample[1:], card, **settings):
         largest = f"{fit.largest_batch:,}" if fit.largest_batch else "none"
+        if fit.refused:
+            stop(f"engine {fit.engine} cannot run the model: {fit.refused}")
         print(f"{fit.engine:<8}{f'{fit.sizes[batch_size] / 2**30:.2f} GiB':>18}{largest:>16}", flush=True)
     print(flush=True)
 

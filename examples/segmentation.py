@@ -1,7 +1,7 @@
 """Train an FC-DenseNet (Tiramisu) to give every pixel a class: on crops first, then on whole pictures, as in the paper.
 
 pip install -e '.[examples]'
-python examples/segmentation.py --data generated --out runs/first --model fc_densenet56 --epochs 6 --whole_epochs 1
+python examples/segmentation.py --data generated --out runs/first
 python examples/segmentation.py --data CamVid --out runs/camvid --ignore Void
 
 A data folder has train, train_labels, val, val_labels, test, test_labels, and a classes.csv with the columns
@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pictures
 import torch
-from common import DEVICE, Run, autocast, make_parser, print_what_fits
+from common import DEVICE, Run, autocast, make_parser, parse_options, print_what_fits
 from masks import IGNORE, Classes, count_pixels, find_pairs, median_frequency_weights
 from PIL import Image
 from torch import Tensor, nn
@@ -36,10 +36,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, epochs=600, batch_size=3, learning_rate=1e-3)
     add = parser.add_argument
-    add("--data", required=True, help="a folder in CamVid's layout, or the word generated")
+    add("--data", required=True, help="a folder in CamVid's layout, or the word generated, for a quick first run")
     add("--ignore", nargs="*", default=["Void"], help="classes that are neither learned nor counted")
     add("--model", default="fc_densenet103", choices=list_models("fc_*"), help="56, 67 or 103 layers")
-    add("--crop", type=int, default=224, help="height and width of the crops; generated pictures have 64")
+    add("--crop", type=int, default=224, help="height and width of the crops")
     add("--whole_epochs", type=int, default=150, help="epochs on whole pictures, one a step, after those on crops")
     add("--image_size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="resize the pictures to this first")
     add(
@@ -48,7 +48,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     losses = ["cross_entropy", "dice", "focal", "lovasz", "tversky"]
     add("--loss", choices=losses, default="cross_entropy", help="others are segmentation_models_pytorch's")
     add("--overlays", type=int, default=8, help="how many test pictures are drawn")
-    return parser.parse_args(words)
+    return parse_options(parser, words, model="fc_densenet56", crop=64, epochs=6, whole_epochs=1)
 
 
 class Scenes(Dataset):
@@ -131,7 +131,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     name = "generated streets" if options.data == "generated" else Path(options.data).resolve().name
     if options.data == "generated":
-        options.data, options.crop = str(generated.streets(options.out / "generated")), 64
+        options.data = str(generated.streets(options.out / "generated"))
     classes = Classes(Path(options.data), options.ignore)
     pairs = {part: find_pairs(Path(options.data), part) for part in ("train", "val", "test")}
     pixels = {part: count_pixels(pairs[part], classes, f"masks, {part}") for part in pairs}

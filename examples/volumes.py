@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pictures
 import torch
-from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, print_what_fits
+from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, parse_options, print_what_fits
 from monai import transforms
 from monai.data import CacheDataset, DataLoader
 from monai.inferers import sliding_window_inference
@@ -32,12 +32,11 @@ from efficient_densenet import create_model, list_models, make_efficient
 def parse(words: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, epochs=50, batch_size=2, learning_rate=1e-4)
     add = parser.add_argument
-    add("--data", required=True, help="a CSV of volumes and labels, or the word generated")
+    add("--data", required=True, help="a CSV of volumes and labels, or the word generated, for a quick first run")
     add("--images", type=Path, help="folder of the volumes; by default that of the CSV")
     models = [*list_models("densenet*"), "monai"]
     add("--model", metavar="NAME", default="densenet121", choices=models, help="a model of the zoo, or monai")
-    patch = "size of a patch; generated volumes have 32 a side"
-    add("--patch", type=int, nargs=3, metavar="VOXELS", default=[96, 96, 96], help=patch)
+    add("--patch", type=int, nargs=3, metavar="VOXELS", default=[96, 96, 96], help="size of a patch")
     add("--patches", type=int, default=2, help="patches drawn from a volume: a step has batch_size times as many")
     add("--accumulate", type=int, default=1, help="steps whose gradients are added before the weights change")
     add("--spacing", type=float, nargs=3, metavar="MM", help="resample to voxels of this size first")
@@ -47,7 +46,7 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--overlap", type=float, default=0.5, help="share by which windows overlap in inference")
     add("--maps", type=int, default=4, help="how many test volumes get a map")
     add("--resamples", type=int, default=1000, help="bootstrap samples for the 95 %% intervals")
-    return parser.parse_args(words)
+    return parse_options(parser, words, patch=[32, 32, 32], epochs=5)
 
 
 def make_transform(options: argparse.Namespace, *augmentation: transforms.Transform) -> transforms.Compose:
@@ -147,7 +146,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     name = "generated volumes" if options.data == "generated" else Path(options.data).stem
     if options.data == "generated":
-        options.data, options.patch = str(generated.volumes(options.out / "generated")), [32, 32, 32]
+        options.data = str(generated.volumes(options.out / "generated"))
     table, classes = read_table(options)
     tables = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
     print(f"{name}: classes {', '.join(classes)}; volumes: {', '.join(f'{len(tables[p]):,} {p}' for p in tables)}")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,6 +58,14 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
 
+def test_two_replicas_share_a_batch():
+    both = worker.Task("checkpoint_function", replace(TINY, batch_size=2 * TINY.batch_size, devices=2))
+    alone = worker.Task("checkpoint_function", TINY)
+    assert both.prepare()["tensor_peak"] == alone.prepare()["tensor_peak"] > 0
+    assert all(parameter.grad is not None for replica in both.replicas for parameter in replica.parameters())
+    assert len(both.replicas) == 2
+
+
 def test_checks_and_profiles(monkeypatch, tmp_path):
     assert worker.check("shared", TINY)["error"] < 1e-5
     monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": float("nan")})
@@ -81,7 +88,7 @@ def test_options_are_parsed_and_wrong_ones_are_errors(capsys):
     )
     assert (positional, parsed) == ([], parsed | {"batch_size": (8, 64), "rounds": 3, "device": "", "inference": True})
     assert len(expand("densenet_bc_40_12,densenet121", (8, 64), precision="float32,bf16")) == 8
-    assert choose(["graph_shared"], TINY) == ["plain"]
+    assert choose(["graph_shared", "compile_plain_reduce_overhead"], TINY) == ["plain"]
     assert "graph_shared left out: CUDA graphs need a GPU, and the device is cpu" in capsys.readouterr().out
     for words in ({"model": "densenet_bc_101_12"}, {"precision": "tf32", "device": "cpu"}, {"methods": "share"}):
         with pytest.raises(ValueError, match=r"unknown model '.*depth of 6n|'tf32' needs a CUDA device|unknown method"):
@@ -157,21 +164,23 @@ def _on_gpu_sh(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 @pytest.mark.exhaustive
 def test_a_dry_run_of_the_gpu_script(tmp_path):
+    """Every command is imported and parsed, and a wrong one is an error."""
     done = _on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = (tmp_path / "summary.txt").read_text().splitlines()
-    assert all(": done in " in part or " passed, 0 lines of failures; " in part for part in parts), parts
-    shutil.unpack_archive(tmp_path / "on_gpu.tar.gz", tmp_path, filter="data")
-    path = tmp_path / f"cpu_torch{torch.__version__.split('+')[0]}_{TINY.model}_2.csv"
-    assert [row["layout"] for row in results.read(path)] == ["contiguous", "contiguous", "channels_last"]
+    assert done.stdout.count(": done in ") == done.stdout.count("\n== ") + 1 > 9
+    assert "densenet121, batch 64, fp16, channels_last, 1 × cuda\n  plain, shared, shared_portable, " in done.stdout
+    done = _on_gpu_sh("--dry-run", "check", "profile", "ncu", "tiles", "train", OUT=str(tmp_path), EPOCHS="0")
+    assert done.returncode == 1
+    assert done.stderr == "did not succeed: train\n"
+    assert "error: n_epochs is 0" in (tmp_path / "summary.txt").read_text()
 
 
 def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
     script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
     assert all((ROOT / path).exists() for path in re.findall(r"(?:tests/test|benchmarks/)\w+\.py", script))
-    lists = re.findall(r"(?:^(?:graphs|compiled|others)=|--methods )([\w,]+)", script, re.MULTILINE)
+    lists = re.findall(r"(?:^graphs=|--methods )(?:\$graphs)?([\w,]+)", script, re.MULTILINE)
     assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()
-    assert _on_gpu_sh("--dry").returncode == 2
+    assert _on_gpu_sh("contact", "--dry").returncode == 2
     if DEVICE == "cpu":
         assert "error: no CUDA device that" in _on_gpu_sh().stderr
 

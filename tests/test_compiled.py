@@ -247,7 +247,8 @@ def test_converting_an_author_s_attribute_and_restoring_after_compiling_are_noti
 
 @pytest.mark.exhaustive
 @needs_cpp
-def test_inductor_training_matches_plain():
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_training_matches_plain(mode):
     plain = small_model("bc", efficient=False, block_config=(1, 1))
     ours = with_engine(plain, "shared")
-    _train_alike(ours, plain, random_images("bc"), _compiled(ours, backend="inductor"))
+    _train_alike(ours, plain, random_images("bc"), _compiled(ours, backend="inductor", mode=mode))

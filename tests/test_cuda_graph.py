@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from test_training import SINGLE, _few, _trainer
-from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph
+from training import loop, run
+from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, check_cuda_graph, why_no_cuda_graph
 from training.loop import Trainer
 from training.options import parse
 
@@ -111,6 +112,27 @@ def test_refusals(given, context, message, monkeypatch):
     check_cuda_graph(parse(given, "best"), context)
     with pytest.raises(ValueError, match=f"found --cuda_graph, .*{message}"):
         check_cuda_graph(parse({"cuda_graph": True, **given}, "best"), context)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [({}, True), ({"cuda_graph": False}, False), ({"compile": True}, False), ({"memory": "8MiB"}, False)],
+)
+def test_a_run_that_can_be_a_graph_is_one_and_says_so(given, chosen, tmp_path, monkeypatch, capsys):
+    """Micro-batches that fit a budget of memory come first."""
+
+    def on_a_gpu(options, context):
+        return why_no_cuda_graph(options, replace(context, device=torch.device("cuda", 0)))
+
+    made = []
+    monkeypatch.setattr(run, "why_no_cuda_graph", on_a_gpu)
+    monkeypatch.setattr(loop, "CudaGraphBackward", lambda backward, _: made.append(backward) or backward)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    tiny = {"depth": 10, "growth_rate": 2, "n_epochs": 1, "batch_size": 700, "device": "cpu", "save": str(tmp_path)}
+    run.train({**tiny, **given})
+    assert bool(made) is chosen
+    said = "\na step's forward and backward are one CUDA graph (not with --cuda_graph False)\n"
+    assert (said in capsys.readouterr().out) is chosen
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -215,12 +215,30 @@ def test_tables_are_what_was_measured(page):
     assert table.outdated((ROOT / page).read_text()) == []
 
 
+MEASURED = re.compile(r"^(?:<!-- (\w+).* -->\n)?((?:\|.*\n)+)\n?(?:Measured (.*)\n)?", re.MULTILINE)
+"""A table of a page, with the first word of the comment above it and the caption below it."""
+RUN = re.compile(rf"commit (\w+)(?: with uncommitted changes)?({re.escape(table.AGE)})?")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_measurements_say_how_old_they_are(page):
+    """`benchmarks/table.py --write` makes it so."""
+    for kind, rows, caption in MEASURED.findall((ROOT / page).read_text()):
+        if kind in ("predicted", "counted") or not re.search(r"\| [\d,.]+ (MiB|ms|s)\b", rows):
+            continue
+        assert RUN.search(caption), f"no caption below\n{rows}"
+        for commit, says_that_it_is_old in RUN.findall(caption):
+            if (lines := table.lines_changed_since(commit)) is None:
+                pytest.skip(f"needs git and the history back to commit {commit}")
+            assert says_that_it_is_old or lines <= table.LINES, f"{lines} lines changed since commit {commit}"
+
+
 PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 """A table of a page, under what it is of: models, each with an optimizer and shapes of batches, separated by ";"."""
 
 
 def predicted(expressions: str) -> str:
-    rows = [["model, batch", "`plain`", "`shared`", "largest batch in 8 GB, `plain`", "`shared`"]]
+    rows = [["model, batch", "a step by `plain`", "by `shared`", "largest batch in 8 GB by `plain`", "by `shared`"]]
     rows += [["---", *["---:"] * 4]]
     for each in expressions.split(";"):
         model, optimizer, *shapes = eval(f"lambda: ({each})", dict(vars(efficient_densenet)))()

@@ -5,11 +5,13 @@ The comparison runs through Triton's interpreter here. Its process, and the devi
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "ope
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
 GPU = torch.device("cuda", 0)
 KERNELS = [
-    *("tile_statistics", "combine_statistics", "affine_activation_pool_forward", "affine_activation_pool_backward"),
+    *("tile_statistics", "combine_statistics", "center"),
+    *("affine_activation_pool_forward", "affine_activation_pool_backward"),
     *("batch_norm_grad_input", "finish_backward", "conv1x1_forward", "conv1x1_backward"),
     *("conv3x3_forward", "conv3x3_grad_input", "conv3x3_grad_weight"),
     *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
@@ -96,7 +99,9 @@ def test_one_wrong_element_of_any_kernel_is_found(name, monkeypatch):
 def test_a_kernel_that_cannot_be_launched_is_named_unless_memory_is_lacking(monkeypatch):
     with monkeypatch.context() as patch:
         _plant(patch, "conv1x1_forward", RuntimeError("Triton Error [CUDA]: invalid argument"))
-        assert _find_fault() == "conv1x1_forward raises RuntimeError: Triton Error [CUDA]: invalid argument"
+        operation, error = str(_find_fault()).split(" raises ")
+        assert operation.startswith("conv1x1")
+        assert error == "RuntimeError: Triton Error [CUDA]: invalid argument"
     for error in (torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), OSError()):
         with monkeypatch.context() as patch:
             _plant(patch, "conv1x1_forward", error)
@@ -118,9 +123,9 @@ def test_nan_is_a_difference():
     assert check_on_device._largest_difference([torch.tensor([float("nan"), 1])], [torch.ones(2)]) == float("inf")
 
 
-def _verdict(fault: str | None = None, device: str = "a GPU", lacks: str | None = None) -> str:
+def _verdict(fault: str | None = None, device: str = "a GPU", lacks: str | None = None, slower: str = "") -> str:
     """What a process of a comparison prints, beside what others print there."""
-    verdict = check_on_device.VERDICT + json.dumps({"device": device, "fault": fault, "lacks": lacks})
+    verdict = check_on_device.VERDICT + json.dumps({"device": device, "fault": fault, "lacks": lacks, "slower": slower})
     return f"site customized\n{check_on_device.STARTED}\n{verdict}\nbye\n"
 
 
@@ -164,6 +169,35 @@ def test_what_was_compared_is_not_compared_again(contact, caplog):
     with pytest.warns(UserWarning, match="the Triton kernels for float32 and mish on a GPU"):
         assert not first_contact.may_run(GPU, torch.float32, "mish")
     assert first_contact.may_run(GPU, torch.float32)
+
+
+@pytest.mark.parametrize(("capability", "ours", "runs"), [((9, 0), 3, True), ((7, 5), 3, False), ((7, 5), 1, True)])
+def test_the_faster_kernels_run_where_no_such_card_was_measured(
+    capability, ours, runs, contact, monkeypatch, capsys, caplog
+):
+    monkeypatch.setattr(check_on_device, "LAYER_SHAPE", (1, 2, 2))
+    monkeypatch.setattr(check_on_device, "_seconds", lambda each, _: 2 if each is kernels.portable else ours)
+    for owner, name in ((check_on_device, "find_fault"), (torch, "set_num_threads")):
+        monkeypatch.setattr(owner, name, lambda *_: None)
+    monkeypatch.setattr(check_on_device.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_on_device.main("cpu", "float16", "ieee", "relu", "1")
+    contact.stdout = capsys.readouterr().out
+    for _ in range(2):
+        assert _in_another_process(torch.float16) is runs
+    found = "a layer takes 3000.00 ms, but 2000.00 ms by PyTorch's operations"
+    assert ("PyTorch's operations run for float16 on a GPU: " + found in caplog.text) is not runs
+    assert contact.starts == 1
+    said = "Triton, compared" if runs else f"PyTorch's operations, since of the Triton kernels {found}"
+    assert f"  float16: {said}" in _lines_of_doctor(monkeypatch)
+
+
+def test_a_layer_is_timed_forward_and_backward(monkeypatch):
+    """Triton's interpreter is the slower one."""
+    sizes = {"LAYER_SHAPE": (1, 3, 3), "CONV1X1": (5, 16), "CONV3X3": (16, 4), "ROUNDS": 1}
+    for name, value in sizes.items():
+        monkeypatch.setattr(check_on_device, name, value)
+    assert check_on_device.find_slowness("cpu", torch.float32).endswith(" ms by PyTorch's operations")
 
 
 @pytest.mark.parametrize("activations", [[], ["relu"], ["relu", "mish"]])
@@ -301,23 +335,33 @@ def test_the_kernels_of_a_step_are_compared_with_the_constants_of_that_step(dtyp
         assert sorted(launched - compared) == [], name
 
 
-def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
+def _lines_of_doctor(monkeypatch, **options) -> list[str]:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(kernels, "has_triton", lambda device: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr("triton.runtime.driver", mock.Mock())
+    kernels.has_triton.cache_clear()
+    return list(doctor.report(**options))
+
+
+def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
     contact.stdout = _verdict("conv3x3_forward differs by 1")
     with pytest.warns(UserWarning, match="conv3x3_forward"):
         first_contact.may_run(GPU, torch.bfloat16)
-    lines = list(doctor.report())
+    lines = _lines_of_doctor(monkeypatch)
     assert "GPU 0: a GPU, compute capability 9.0" in lines
     assert "  float32, ieee: Triton, if they pass the comparison: the first step compares, as does --compare" in lines
     assert "  bfloat16: PyTorch's operations, since of the Triton kernels conv3x3_forward differs by 1" in lines
     contact.stdout = _verdict(lacks="CUDA out of memory")
     with pytest.warns(UserWarning, match="out of memory"):
-        lines = list(doctor.report(compare=True))
+        lines = _lines_of_doctor(monkeypatch, compare=True)
     assert any(line.endswith("since the Triton kernels could not be compared: CUDA out of memory") for line in lines)
     monkeypatch.setenv(first_contact.VARIABLE, "trust")
     assert "  bfloat16: Triton, unchecked" in list(doctor.report(compare=True))
+    for capability, names in ((7, 0), ["float32", "float32", "float16"]), ((6, 1), ["PyTorch's operations"]):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
+        lines = [line for line in _lines_of_doctor(monkeypatch) if line.startswith("  ")]
+        assert [re.match(r"  ([\w' ]+)", line)[1] for line in lines] == names
 
 
 def test_the_doctor_runs_without_a_gpu_and_compiles_the_kernels_of_a_model(monkeypatch, capsys):

@@ -16,7 +16,7 @@ from efficient_densenet import DenseNet, create_model, densenet121, fc_densenet5
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet.engine import choose
 from efficient_densenet.memory import __main__ as command
-from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory import predict, tensor_peak, what_fits
 from efficient_densenet.memory.budget import total_memory_of_step
 from efficient_densenet.memory.optimizer_state import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
@@ -330,9 +330,23 @@ def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
         sizes = [total_memory_of_step(traced, (fit["largest_batch"] + i, 2, 16, 8, 12)) for i in (0, 1)]
         assert fit["peak"] == sizes[0] <= content["usable"] < sizes[1]
     assert (tmp_path / "card.png").stat().st_size > 10_000
-    command.main(["tiny", "--card", "700MB", "--precision", "bf16", "--engine", "plain", "--image_size", "512"])
+    small = ["tiny", "--card", "700MB", "--precision", "bf16", "--engine", "plain", "--image_size", "512"]
+    command.main([*small, "--batch_size", "2"])
+    assert re.search(r" batch of 2\nplain +bf16 +none; of one +\d+ MiB +\d+ MiB\n$", capsys.readouterr().out)
+    command.main(small)
     printed = capsys.readouterr().out
     assert "are for training:\n600 MiB are left to CUDA's context and kernels" in printed
     assert re.search(r"\nplain +bf16 +none; of one +\d+ MiB\n$", printed)
     with pytest.raises(SystemExit, match="error: card is 'big', but must be a number of bytes"):
         command.main(["tiny", "--card", "big"])
+    with pytest.raises(SystemExit, match="found --card, which plans for a GPU's memory alone, with --device"):
+        command.main([*small, "--device", "cpu"])
+
+
+def test_what_fits_says_which_engine_cannot_run_a_model():
+    refused, fit = what_fits(
+        DenseNet(4, (2,), activation="prelu"), 8, "1GB", engines=("shared", "plain"), precisions="bf16"
+    )
+    assert (refused.engine, refused.sizes, refused.peak) == ("shared", {}, 0)
+    assert "found a PReLU inside a layer" in refused.refused
+    assert (fit.engine, fit.refused, fit.largest_batch > 1) == ("plain", "", True)

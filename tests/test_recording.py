@@ -110,9 +110,9 @@ def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
 def counted_replays() -> Iterator[list[Program]]:
     replays, run = [], Program.run
 
-    def counted(each: Program, externals: list[Tensor]) -> list[Tensor]:
+    def counted(each: Program, *arguments: list) -> list[Tensor]:
         replays.append(each)
-        return run(each, externals)
+        return run(each, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "run", counted)
@@ -282,6 +282,16 @@ def test_each_part_of_the_key_matters():
             after = len(programs.entries())
             results(model, x)
             assert (after > before, len(programs.entries())) == (name != "images", after), name
+
+
+def test_an_absent_tensor_is_not_the_next_one():
+    """Two runs whose tensors are alike, but for the place of the one that is absent."""
+    x, other = torch.rand(5), torch.rand(5)
+    for _, absent in itertools.product(range(3), (1, 2)):
+        externals = [x, other, other]
+        externals[absent] = None
+        (actual,) = programs.run(lambda absent=absent: [x - other if absent == 1 else x + other], "settings", externals)
+        assert torch.equal(actual, x - other if absent == 1 else x + other)
 
 
 def test_two_threads_replay_one_program(monkeypatch):

@@ -151,7 +151,8 @@ def test_tf32_follows_the_setting_for_convolutions_and_the_device(monkeypatch):
     assert conv1x1.product_precision(weight).input_precision == "tf32"
     limits = tiles.WITHOUT_DEVICE._replace(has_tf32=False)
     monkeypatch.setattr(tiles, "device_limits", lambda device: limits)
-    assert conv1x1.product_precision(weight).input_precision == "ieee"
+    for dtype in (torch.float32, torch.float16):
+        assert conv1x1.product_precision(weight.to(dtype)) is tiles.Precision.IEEE
 
 
 @pytest.mark.parametrize(("channels", "in_place"), [(8, True), (6, False)])
@@ -232,6 +233,8 @@ def test_the_choice_between_triton_and_cudnn(width, shape, dtype, allow_tf32, di
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allow_tf32)
     weight = torch.empty(width, 4 * width, *[3] * (len(shape) - 1), dtype=dtype, device="meta")
     assert conv3x3.is_for_triton(weight, torch.Size(shape), dilation) is expected
+    monkeypatch.setattr(tiles, "device_limits", lambda device: tiles.OF_H100._replace(has_tf32=False))
+    assert conv3x3.is_for_triton(weight, torch.Size(shape), dilation) is (expected and width <= 16)
     monkeypatch.setattr(conv3x3, "HAS_GATHER", False)  # as before Triton 3.3
     assert not conv3x3.is_for_triton(weight, torch.Size(shape), dilation)
 
@@ -259,7 +262,7 @@ def gpu(monkeypatch):
 def test_without_triton_the_portable_kernels_are_used_without_a_warning(gpu, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(kernels, "_imports_triton", kernels._imports_triton.__wrapped__)
-    assert not kernels.has_triton.__wrapped__(gpu)
+    assert not kernels.has_triton.__wrapped__(gpu, torch.float32)
 
 
 def test_a_triton_that_cannot_run_warns(gpu, monkeypatch):
@@ -270,7 +273,7 @@ def test_a_triton_that_cannot_run_warns(gpu, monkeypatch):
 
     monkeypatch.setattr("triton.runtime.driver", Driver())
     with pytest.warns(UserWarning, match="Triton cannot run here .*C compiler"):
-        assert not kernels.has_triton.__wrapped__(gpu)
+        assert not kernels.has_triton.__wrapped__(gpu, torch.float32)
 
 
 @needs_device

@@ -4,6 +4,7 @@
 
 import contextlib
 import importlib
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -86,7 +87,7 @@ class Recorder:
         self.recorded.append((kernel, arguments))
 
     def replay(self) -> None:
-        addresses = [tensor.data_ptr() - 16 for tensor in self.tensors]
+        addresses = array("q", [tensor.data_ptr() - 16 for tensor in self.tensors])
         run = SimpleNamespace(addresses=addresses, values=self.tensors, tensor=lambda each: self.tensors[each.memory])
         self.kind(self.recorded)(run)
 

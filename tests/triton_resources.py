@@ -21,6 +21,8 @@ from efficient_densenet.kernels.triton_gpu.host.tiles import KIB, DeviceLimits
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 TYPES = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int8": "*i8", "int": "i32", "float": "fp32"}
 LIMITS = {
+    70: DeviceLimits(80, 96 * KIB, 96 * KIB, has_tf32=False),
+    75: DeviceLimits(40, 64 * KIB, 64 * KIB, has_tf32=False),
     80: DeviceLimits(108, 164 * KIB, 163 * KIB),
     86: DeviceLimits(82, 100 * KIB, 99 * KIB),
     89: DeviceLimits(128, 100 * KIB, 99 * KIB),

@@ -16,10 +16,8 @@ WARM_UP_STEPS = 3
 """Training steps before the capture, in which kernels are compiled and algorithms are chosen."""
 
 
-def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
-    """Raise for options with which a step cannot be one CUDA graph."""
-    if not options.cuda_graph:
-        return
+def why_no_cuda_graph(options: RunOptions, context: DistributedContext) -> str | None:
+    """The reason why a step of this run cannot be one CUDA graph, or None."""
     device = context.device
     reasons = {
         f"but the device is {device}, and CUDA graphs need a GPU": device.type != "cuda",
@@ -29,9 +27,14 @@ def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
         f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none (give "
         "--engine shared or plain)": options.engine in ("official", "checkpoint"),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ValueError(f"found --cuda_graph, {reason}: leave --cuda_graph out")
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
+    """Raise where a CUDA graph is asked for that cannot be."""
+    reason = why_no_cuda_graph(options, context)
+    if options.cuda_graph and reason:
+        raise ValueError(f"found --cuda_graph, {reason}: leave --cuda_graph out")
 
 
 class CudaGraphBackward:
@@ -82,7 +85,7 @@ class CudaGraphBackward:
         except RuntimeError as exc:
             raise ValueError(
                 f"the training step cannot be captured as a CUDA graph ({str(exc).strip().splitlines()[0]}): "
-                "leave --cuda_graph out, or take another --engine"
+                "give --cuda_graph False, or another --engine"
             ) from exc
         self.grads = [parameter.grad for parameter in self.parameters]
 

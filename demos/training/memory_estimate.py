@@ -99,4 +99,5 @@ def what_to_change(options: RunOptions) -> str:
     """What makes a step smaller, of what a run's options leave."""
     engine = "" if options.engine in ("best", "shared") else "--engine best, "
     kept = "--keep_bottleneck False, " if options.keep_bottleneck else ""
+    kept += "--cuda_graph False, " if options.cuda_graph else ""
     return f"give {engine}{kept}--memory, which chooses micro-batches that fit, or smaller images"

@@ -75,7 +75,8 @@ class Options:
             a batch does not fit, micro_batch_size.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
-        cuda_graph: on one GPU, launch forward and backward of a step as one CUDA graph.
+        cuda_graph: launch forward and backward of a step as one CUDA graph; by default on one GPU, without --compile
+            and --micro_batch_size.
         device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda if available.
         parallel: how several devices train: ddp (DistributedDataParallel) or fsdp (parameters, gradients and momentum
             sharded by fully_shard) in the processes of torchrun, or dp (DataParallel) in one; by default ddp under
@@ -119,7 +120,7 @@ class Options:
     memory: Annotated[str, Rule("bytes such as 6GiB", lambda value: isinstance(value, str))] | None = None
     channels_last: Switch = False
     compile: Switch = False
-    cuda_graph: Switch = False
+    cuda_graph: Switch | None = None
     device: Text | None = None
     parallel: Annotated[str, choice("ddp", "fsdp", "dp")] | None = None
     sync_bn: Switch = False

@@ -16,7 +16,7 @@ from efficient_densenet._archive import to_archive
 from efficient_densenet.weights.trained import find_checkpoint
 
 from . import files, models
-from .cuda_graph import check_cuda_graph
+from .cuda_graph import check_cuda_graph, why_no_cuda_graph
 from .data import Dataset, load
 from .data.augment import Transform, transform_for
 from .data.sources import check_options_of_folders, download_if_absent
@@ -103,6 +103,10 @@ class Run:
         freeze_parameters(self.model, options.freeze)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         self.expected_memory = self._fit_into_memory()
+        is_open = self.options.cuda_graph is None and not self.options.compile
+        if is_open and why_no_cuda_graph(self.options, context) is None:
+            self.options = replace(self.options, cuda_graph=True)
+            self.said.append("a step's forward and backward are one CUDA graph (not with --cuda_graph False)")
         self.trainer = Trainer(self.model, self.transform, self.options, context)
         with self.trainer.autocast():
             size = self.dataset.image_size
@@ -251,7 +255,7 @@ class Run:
             print(describe_epoch(title, row, whole_process=device.type == "cpu"))
 
     def _peak_memory(self) -> int:
-        return peak_memory(self.context.device, reserved=self.options.cuda_graph)
+        return peak_memory(self.context.device, reserved=bool(self.options.cuda_graph))
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
         position = self.position

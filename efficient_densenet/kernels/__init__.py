@@ -19,7 +19,9 @@ from . import first_contact, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
-_TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_CAPABILITIES = {torch.float32: (7, 0), torch.bfloat16: (8, 0), torch.float16: (7, 0)}
+"""The lowest compute capability for which the Triton kernels compile, by dtype."""
+
 NUMBA_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -50,11 +52,11 @@ def kernel_set_name(values: Tensor) -> str:
 def triton_supports(values: Tensor) -> bool:
     """Whether the Triton kernels can run on `values`, which must not be a subclass: it may have no memory of its
     own."""
-    if not (device_type(values) == "cuda" and type(values) is Tensor and values.dtype in _TRITON_DTYPES):
+    if not (device_type(values) == "cuda" and type(values) is Tensor and values.dtype in TRITON_CAPABILITIES):
         return False
     if values.is_meta:  # nothing is launched
         return _imports_triton()
-    return has_triton(values.device) and first_contact.may_run(values.device, values.dtype)
+    return has_triton(values.device, values.dtype) and first_contact.may_run(values.device, values.dtype)
 
 
 def _triton_applies(activation: str, values: Tensor) -> bool:
@@ -105,10 +107,10 @@ def _imports_triton() -> bool:
 
 
 @functools.cache
-def has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and supports the device, which is NVIDIA's with compute capability 8.0 or higher."""
+def has_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether Triton is installed and supports the dtype on the device, which is NVIDIA's."""
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or capability < (8, 0) or not _imports_triton():
+    if torch.version.hip is not None or capability < TRITON_CAPABILITIES[dtype] or not _imports_triton():
         return False
     try:
         # The first use may compile the launcher, with the system's C compiler.

@@ -1,4 +1,5 @@
-"""Compares every Triton kernel with PyTorch's operations on a device, in a process of its own, for `first_contact`.
+"""Compares every Triton kernel with PyTorch's operations on a device, in a process of its own, for `first_contact`; and
+times a layer by both where no such card was measured.
 
 `main` prints `STARTED` and then `VERDICT` with a JSON object. A kernel that ends the process, or never ends, does so
 here and not in a training run.
@@ -12,6 +13,7 @@ import json
 import math
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -39,8 +41,18 @@ ALIGNED_CONV3X3 = [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48),
 FEATURES = {"centered": True, "centered_bottleneck": False}
 """Arguments of a case as in a stage whose norms are not frozen: features are stored centered, bottlenecks are not."""
 
+ROUNDS = 5
+"""The number of times that a layer is timed."""
+
 LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
 """Sizes at which program instances have several tiles of rows, or statistics are of many tiles."""
+
+MEASURED = {(9, 0)}
+"""Compute capabilities of cards on which the Triton kernels were measured, and are faster."""
+
+LAYER_SHAPE, CONV1X1, CONV3X3 = (64, 56, 56), (320, 128), (128, 32)
+"""Shape and channels of a layer of densenet121, whose products take a larger part of the time than those of BC-100-12:
+on a card where Triton multiplies without tensor cores, kernels that are faster here are so there."""
 
 _random_numbers = threading.Lock()
 """Lock of the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
@@ -76,6 +88,28 @@ def find_fault(
         fault = next(filter(None, faults), None)
         pool.shutdown(cancel_futures=True)
     return fault
+
+
+@torch.no_grad()
+def find_slowness(device: str, dtype: torch.dtype) -> str | None:
+    """The times of a layer where the Triton kernels take longer than PyTorch's operations; or None."""
+    conv1x1 = Case(LAYER_SHAPE, *CONV1X1, dtype, device=device, padding=0, centered=True, centered_bottleneck=False)
+    conv3x3 = Case(LAYER_SHAPE, *CONV3X3, dtype, device=device, padding=0)
+    calls = [("conv1x1_forward_with_statistics", conv1x1), ("conv3x3_forward_with_statistics", conv3x3)]
+    calls += [("conv3x3_backward", conv3x3), ("conv1x1_backward", conv1x1)]
+    sets = importlib.import_module(f"{__package__}.triton_gpu.host.operations"), portable
+    rounds = [[_seconds(kernels, calls) for kernels in sets] for _ in range(ROUNDS)]  # the first compiles
+    ours, theirs = map(min, zip(*rounds, strict=True))
+    if ours <= theirs:
+        return None
+    return f"a layer takes {1000 * ours:.2f} ms, but {1000 * theirs:.2f} ms by PyTorch's operations"
+
+
+def _seconds(kernels: Any, calls: list[tuple[str, Case]]) -> float:
+    start = time.perf_counter()
+    results = [OPERATIONS[operation](kernels, case) for operation, case in calls]
+    results[-1][-1][0, 0].item()  # waits for the device
+    return time.perf_counter() - start
 
 
 def _checks_on(device: str, dtype: torch.dtype, activation: str) -> tuple[list[Check], list[Check]]:
@@ -165,16 +199,19 @@ def _largest_difference(results: Results, exact: Results) -> float:
 
 
 def main(device: str, dtype: str, precision: str, activation: str, seconds: str) -> None:
-    """Print the verdict: the name of the device with the fault, or with what is lacking."""
+    """Print the verdict: the device's name with the fault, the times of slower kernels, or what is lacking."""
     faulthandler.dump_traceback_later(int(seconds), exit=True)  # even in a kernel that never ends
     torch.set_num_threads(1)  # each of our threads would have as many of its own
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    verdict: dict[str, str | None] = {"device": None, "fault": None, "lacks": None}
+    verdict: dict[str, str | None] = {"device": None, "fault": None, "slower": None, "lacks": None}
     try:
         torch.zeros(1, device=device)
         verdict["device"] = torch.cuda.get_device_name(device)
         print(STARTED, flush=True)
         verdict["fault"] = find_fault(device, getattr(torch, dtype), precision, activation)
+        is_new = activation == "relu" and torch.cuda.get_device_capability(device) not in MEASURED
+        if is_new and verdict["fault"] is None:
+            verdict["slower"] = find_slowness(device, getattr(torch, dtype))
     except (CannotCompareError, RuntimeError, AssertionError) as error:  # PyTorch finds no such device, or it is taken
         verdict["lacks"] = " ".join(str(error).split())[:300]
     print(VERDICT + json.dumps(verdict), flush=True)

@@ -167,6 +167,14 @@ class Case(_Arguments):
         function = functools.partial(kernels.conv3x3_forward, *arguments)
         return self.with_statistics(function, len(self.weight3x3))
 
+    def values_less_mean(self, kernels: Any) -> Tensor:
+        """The values without a mean, written into columns of a wider matrix."""
+        channels = self.values.shape[1]
+        matrix = self.values.new_zeros(len(self.values), channels + self.padding)
+        kernels.center(self.values, self.sums[0], matrix[:, :channels])
+        assert not matrix[:, channels:].any()
+        return matrix[:, :channels]
+
     def grad_bottleneck(self, values: Tensor) -> BatchNormBackward:
         return self.batch_norm_backward(values, self.grad_output, values.shape[1], self.centered_bottleneck)
 
@@ -194,6 +202,7 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "batch_statistics": lambda k, c: c.with_statistics(
         lambda statistics: k.batch_statistics(c.values, statistics), c.values.shape[1]
     ),
+    "center": lambda k, c: [c.values_less_mean(k)],
     "affine_forward": lambda k, c: [k.affine_forward(c.input)],
     "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
     "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
@@ -285,8 +294,8 @@ def is_valid(operation: str, shape: Sequence[int] = (), channels: int = 2, setti
         return True
     applies = {
         "overwrite": "backward" in operation,
-        "centered": operation != "batch_statistics",
-        "frozen": operation != "batch_statistics",
+        "centered": operation not in ("batch_statistics", "center"),
+        "frozen": operation not in ("batch_statistics", "center"),
         "no_grad_weight": operation.startswith(("conv", "pooled")) and operation.endswith("backward"),
     }
     return channels > 1 and math.prod(shape) > 7 and applies[setting]

@@ -1,9 +1,10 @@
 """The first contact of the Triton kernels with a device: there they are compared with PyTorch's operations.
 
 A process of its own compares them (`check_on_device`), so that a kernel that aborts, never ends or breaks the CUDA
-context harms no training run, and no comparison runs inside of a graph capture. What it finds about the kernels is kept
-on disk, for the device, the versions, the sources and the dtype; where it finds nothing about them, the next process
-tries again. Activations other than ReLU are compared when they are first used.
+context harms no training run, and no comparison runs inside of a graph capture. On cards that were never measured it
+times them too, and the faster of both run. What it finds about the kernels is kept on disk, for the device, the
+versions, the sources and the dtype; where it finds nothing about them, the next process tries again. Activations other
+than ReLU are compared when they are first used.
 """
 
 import functools
@@ -35,10 +36,16 @@ _CRASHES = [-each for each in signal.Signals if each.name in ("SIGABRT", "SIGBUS
 
 
 class Verdict(NamedTuple):
-    """The fault of the kernels, "" if there is none; or, if it is not `certain`, why they were not compared."""
+    """The fault of the kernels, "" if there is none; or, if it is not `certain`, why they were not compared; and their
+    times where they are slower than PyTorch's operations."""
 
     fault: str
     certain: bool = True
+    slower: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not (self.fault or self.slower)
 
 
 def may_run(device: torch.device, dtype: torch.dtype, activation: str = "relu") -> bool:
@@ -48,7 +55,7 @@ def may_run(device: torch.device, dtype: torch.dtype, activation: str = "relu") 
     if chosen != "check":
         return chosen == "trust"
     index = torch.cuda.current_device() if device.index is None else device.index
-    return not verdict(index, dtype, precision_of(dtype), activation=activation).fault
+    return verdict(index, dtype, precision_of(dtype), activation=activation).passed
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -77,7 +84,9 @@ def verdict(index: int, dtype: torch.dtype, precision: str, *, activation: str) 
         )
         found = _compare(*compared)
         if found.certain:
-            disk_cache.store(_file_name(*compared[1:]), _key(*compared), found.fault.encode())
+            disk_cache.store(_file_name(*compared[1:]), _key(*compared), json.dumps(found).encode())
+        if found.slower:
+            python_process.logger.warning("PyTorch's operations run for %s on %s: %s", kind, device, found.slower)
     if found.fault:
         cause = "of what a comparison has found" if found.certain else "they could not be compared"
         report = ". Please report it with what `python -m efficient_densenet.doctor` prints" if found.certain else ""
@@ -92,7 +101,7 @@ def verdict(index: int, dtype: torch.dtype, precision: str, *, activation: str) 
 def stored_verdict(index: int, dtype: torch.dtype, precision: str, activation: str) -> Verdict | None:
     """The verdict of an earlier comparison, or None."""
     content = disk_cache.load(_file_name(dtype, precision, activation), _key(index, dtype, precision, activation))
-    return None if content is None else Verdict(content.decode())
+    return None if content is None else Verdict(*json.loads(content))
 
 
 def _file_name(dtype: torch.dtype, precision: str, activation: str) -> str:
@@ -126,7 +135,7 @@ def _verdict_of(done: subprocess.CompletedProcess, device_name: str) -> Verdict:
     if content["device"] != device_name:
         found = f"the process that compares finds {content['device']} in the place of {device_name}"
         return Verdict(f"{found}: set CUDA_VISIBLE_DEVICES before Python starts", certain=False)
-    return Verdict(content["fault"] or "")
+    return Verdict(content["fault"] or "", slower=content["slower"] or "")
 
 
 def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:

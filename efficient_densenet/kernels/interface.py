@@ -169,6 +169,10 @@ class Kernels(Protocol):
         """Writes the statistics over the rows of values, (pixels, channels)."""
         ...
 
+    def center(self, values: Tensor, mean: Tensor, output: Tensor) -> None:
+        """Writes output = values − mean, (pixels, channels)."""
+        ...
+
     def batch_norm_grad_input(self, grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
         """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` the result may be
         g itself, overwritten in place."""

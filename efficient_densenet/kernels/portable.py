@@ -80,6 +80,10 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
+def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
+    in_tiles(lambda values, out: torch.sub(values, mean, out=out), values, output, mean.dtype)
+
+
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     if grad.inv_std is None:

@@ -45,12 +45,13 @@ def _report(options: argparse.Namespace) -> None:
     image_shape = (model.in_channels, *(sides * model.dims if len(sides) == 1 else sides))
     if options.json and options.card is None:
         raise ValueError("--json prints what fits a card: give --card too")
-    if options.card is not None and (options.measure or options.budget is not None):
-        raise ValueError("found --card with --measure or --budget, which are about one batch: leave one of them out")
     if options.card is not None:
+        for name in ("measure", "budget", "device"):
+            if getattr(options, name):
+                raise ValueError(f"found --card, which plans for a GPU's memory alone, with --{name}: leave one out")
         _report_card(options, model, image_shape)
         return
-    shape = (options.batch_size, *image_shape)
+    shape = (64 if options.batch_size is None else options.batch_size, *image_shape)
     settings: dict[str, Any] = {key: getattr(options, key) for key in ("optimizer", "precision", "device")}
     plan = None
     if options.budget is not None:
@@ -83,18 +84,20 @@ def _report_card(options: argparse.Namespace, model: DenseModel, image_shape: tu
     found = []
     if not options.json:
         print(f"{options.model} on {'×'.join(map(str, image_shape))}, optimizer {options.optimizer};")
-        print(
-            f"{describe_card(options.card)}\n\n{'engine':12}{'precision':12}{'largest batch':>14}{'peak':>12}",
-            flush=True,
-        )
+        asked = "" if options.batch_size is None else f"{f'batch of {options.batch_size:,}':>18}"
+        print(f"{describe_card(options.card)}\n")
+        print(f"{'engine':12}{'precision':12}{'largest batch':>14}{'peak':>12}{asked}", flush=True)
     engines = ["plain", "shared"] if options.engine is True else [options.engine]
     precisions = [options.precision] if options.precision else ["float32", "bf16"]
     settings: dict[str, Any] = {"engines": engines, "precisions": precisions, "optimizer": options.optimizer}
-    for fit in what_fits(model, image_shape[1:], options.card, **settings):
+    for fit in what_fits(model, image_shape[1:], options.card, batch_size=options.batch_size, **settings):
         found.append(fit)
         if not options.json:
             batch = f"{fit.largest_batch:,}" if fit.largest_batch else "none; of one"
-            print(f"{fit.engine:12}{fit.precision:12}{batch:>14}{format_bytes(fit.peak):>12}", flush=True)
+            sizes = f"{batch:>14}{format_bytes(fit.peak):>12}"
+            if options.batch_size is not None and not fit.refused:
+                sizes += f"{format_bytes(fit.sizes[options.batch_size]):>18}"
+            print(f"{fit.engine:12}{fit.precision:12}{fit.refused or sizes}", flush=True)
     if options.json:
         sizes = {"card": parse_bytes("card", options.card), "usable": usable(options.card)}
         fits = [{**each._asdict(), "peak": each.peak} for each in found]
@@ -127,7 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="efficient-densenet memory", description="The memory of a training step, without running it."
     )
     parser.add_argument("model", metavar="model", choices=[*VARIANTS, *FC_VARIANTS], help="a model of the zoo")
-    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, help="images in a step; by default 64, or with --card the largest")
     parser.add_argument(
         "--image_size", type=int, nargs="+", help="one number for all sides, or each; by default of the model's data"
     )

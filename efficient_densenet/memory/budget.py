@@ -197,21 +197,20 @@ def batch_that_fits(
     """The largest batch of which a step fits the budget, 0 if there is none. `tried` gets the bytes of each that was
     tried.
 
-    The memory grows almost linearly: tried next is where the line through two known sizes reaches the budget.
+    The memory grows almost linearly from what is held before a step: tried next is where the line through two known
+    sizes reaches the budget.
     """
-    known = {} if tried is None else tried
-    known |= {count: total_memory_of_step(traced, (count, *image_shape)) for count in (2, 3)}
-    fits, too_large = 0, at_most + 1
-    while True:
-        fits = max([fits, *(count for count, size in known.items() if size <= budget and count <= at_most)])
-        too_large = min([too_large, *(count for count, size in known.items() if size > budget)])
-        if too_large - fits <= 1:
-            return fits
-        ends = (fits, too_large) if fits in known and too_large in known else sorted(known)[-2:]
-        low, high = ends if too_large > 2 else (2, 3)
+    tried = {} if tried is None else tried
+    held = traced.persistent.total + traced.spare(0)
+    fits, too_large, guess = 0, at_most + 1, min(2, at_most)
+    while too_large - fits > 1:
+        tried[guess] = total_memory_of_step(traced, (guess, *image_shape))
+        fits, too_large = (guess, too_large) if tried[guess] <= budget else (fits, guess)
+        known = {0: held, **tried}
+        low, high = (fits, too_large) if too_large in known else sorted(known)[-2:]
         guess = low + (budget - known[low]) * (high - low) // max(known[high] - known[low], 1)
         guess = min(max(guess, fits + 1), too_large - 1)
-        known[guess] = total_memory_of_step(traced, (guess, *image_shape))
+    return fits
 
 
 def total_memory_of_step(traced: MetaModel, input_shape: Shape) -> int:

@@ -19,17 +19,18 @@ class CardFit(NamedTuple):
     """The largest batch by an engine in a precision, 0 where not even one image fits.
 
     `sizes` are the bytes of some batches, among them the largest, or one image where none fits, and the batch that was
-    asked about.
+    asked about. An engine that cannot run the model has none, and `refused` says why.
     """
 
     engine: str
     precision: str
     largest_batch: int
     sizes: dict[int, int]
+    refused: str = ""
 
     @property
     def peak(self) -> int:
-        return self.sizes[max(self.largest_batch, 1)]
+        return self.sizes.get(max(self.largest_batch, 1), 0)
 
 
 def what_fits(
@@ -51,14 +52,18 @@ def what_fits(
 
     engines = [engines] if isinstance(engines, str) else engines
     precisions = [precisions] if isinstance(precisions, str) else precisions
-    budget = usable(card)
+    budget, shape = usable(card), ()
     for precision in precisions:
         traced = MetaModel(model, optimizer=optimizer, precision=precision, device="cuda", loss=loss)
-        shape = image_shape(traced, image_size)
+        shape = shape or image_shape(traced, image_size)
         for engine in engines:
             make_efficient(traced.model, engine)
             tried = dict[int, int]()
-            largest = batch_that_fits(traced, shape, budget, tried=tried)
+            try:
+                largest = batch_that_fits(traced, shape, budget, tried=tried)
+            except ValueError as error:
+                yield CardFit(engine, str(precision), 0, {}, str(error))
+                continue
             if batch_size not in (None, *tried):
                 tried[batch_size] = total_memory_of_step(traced, (batch_size, *shape))
             yield CardFit(engine, str(precision), largest, tried)

@@ -11,6 +11,7 @@ _IN_LOW_PRECISION = {
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     *("linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "addbmm", "scaled_dot_product_attention"),
 }
+_IN_LOW_PRECISION_ON_GPU = {"prelu"}
 _IN_FLOAT32 = {
     *("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd", "log_softmax", "softmax"),
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "binary_cross_entropy_with_logits"),
@@ -43,7 +44,7 @@ class MetaFunctions(TorchFunctionMode):
         return func(*(self._convert(value, dtype) for value in args), **kwargs)
 
     def _dtype_for(self, name: str, args: Sequence[Any]) -> torch.dtype | None:
-        if name in _IN_LOW_PRECISION:
+        if name in _IN_LOW_PRECISION or (name in _IN_LOW_PRECISION_ON_GPU and self.device_type == "cuda"):
             return torch.get_autocast_dtype("cpu")
         if name in _IN_WIDEST_DTYPE and args:
             return max((each.dtype for each in args[0]), key=lambda dtype: dtype.itemsize)

@@ -64,7 +64,7 @@ def draw_card(fits: Sequence[CardFit], path: str | Path, card: int | str, title:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for fit, color in zip(fits, COLORS * len(fits), strict=False):
+    for fit, color in zip((fit for fit in fits if not fit.refused), COLORS * len(fits), strict=False):
         batches = [min(fit.sizes), max(fit.largest_batch, 1)]
         label = f"{fit.engine}, {fit.precision}: {fit.largest_batch:,}"
         axes.plot(batches, [fit.sizes[each] / _GIB for each in batches], color=color, label=label)

@@ -23,7 +23,7 @@ from .optimizer_state import OptimizerLike, optimizer_state
 from .trace import MemoryMode, MemoryTrace, tensors_of
 
 logger = logging.getLogger(__name__)
-"""Logger with a line for each step that is traced, which takes about a second."""
+"""Logger with a line for each step that is traced, which takes up to a second."""
 
 MARGIN = 0.01
 """The share of a step's peak that libraries may take inside of operations, in tensors of their own."""

@@ -4,6 +4,7 @@ Tensors have numbers: the externals, the memories that the run allocates, the sl
 its tensors and an array of their addresses, so any number of threads may replay one program at once.
 """
 
+import functools
 import itertools
 import operator
 from array import array
@@ -14,13 +15,14 @@ import torch
 from torch import Tensor
 
 from . import slab
-from .recorder import Allocation, Launch, Memory, Operation, Place, Recorder, mapped
+from .recorder import Allocation, Launch, Operation, Place, Recorder, mapped
 
 SMALL_RUN_BYTES = 1 << 22
 """The most that a run on a CPU allocates in all if it allocates everything at first, temporaries as a slab, and frees
 nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
 from the system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
 
+Allocate = Callable[[], Tensor]
 Step = Callable[[Any], None]
 """A step of a `Run`."""
 
@@ -57,23 +59,22 @@ class Program:
         builder = _Builder(recorder, [recorder.place(each) for each in outputs])
         self._steps, self._outputs = builder.steps, builder.outputs
         self._early, self._slab_bytes, self._slab = builder.early, builder.slab_bytes, builder.slab
-        self._num_memories, self._values = builder.num_memories, builder.values
+        self._values = builder.values[recorder.num_externals :]
+        self._no_addresses = [0] * (builder.num_memories - recorder.num_externals)
 
-    def fits(self, externals: Sequence[Any]) -> bool:
-        """Whether those externals that overlap lie as those of the recorded run."""
-        return all(externals[b].data_ptr() - externals[a].data_ptr() == distance for a, b, distance in self.overlaps)
+    def fits(self, addresses: Sequence[int]) -> bool:
+        """Whether those externals that overlap lie as those of the recorded run, by the addresses of all."""
+        return all(addresses[b] - addresses[a] == distance for a, b, distance in self.overlaps)
 
-    def run(self, externals: Sequence[Tensor | None]) -> list[Tensor]:
-        values = self._values.copy()
-        values[: len(externals)] = externals
-        for number, memory in self._early:
-            values[number] = _allocate(memory, self._device)
+    def run(self, externals: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
+        values = [*externals, *self._values]
+        run = Run(values, array("q", [*addresses, *self._no_addresses]))
+        for number, allocate in self._early:
+            run.remember(number, allocate())
         if self._slab_bytes:
             memory = torch.empty(self._slab_bytes, dtype=torch.uint8, device=self._device)
             for dtype, number in self._slab.items():
-                values[number] = memory.view(dtype)
-        tensors = values[: self._num_memories]
-        run = Run(values, array("q", [0 if each is None else each.data_ptr() for each in tensors]))
+                run.remember(number, memory.view(dtype))
         for step in self._steps:
             step(run)
         return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]
@@ -83,7 +84,7 @@ class _Builder:
     """Turns events into steps.
 
     Attributes:
-        early: the memories that are allocated before the first step, by their numbers.
+        early: the numbers of the memories that are allocated before the first step, each with its allocation.
         slab: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the values, the first ones, have addresses.
         values: what a run begins with: constants, and None for each tensor.
@@ -93,14 +94,14 @@ class _Builder:
     def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
         kept = {place.memory for place in outputs}
         self.num_externals, self.device = recorder.num_externals, recorder.device
-        self.memories = {number: each for number, each in enumerate(recorder.memories) if each is not None}
+        self.memories = dict(enumerate(recorder.memories))
         allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
         on_cpu = recorder.device.type == "cpu"
         is_small = on_cpu and sum(each.nbytes for each in new.values()) <= SMALL_RUN_BYTES
         is_early = allocated if is_small or not on_cpu else set[int]()
         self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in is_early - kept})
-        self.early = [(number, self.memories[number]) for number in sorted(is_early & kept)]
+        self.early = [(number, self._allocation(number)) for number in sorted(is_early & kept)]
         self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
         self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))
         for number, dtype in enumerate(self.slab, len(recorder.memories)):
@@ -119,12 +120,17 @@ class _Builder:
             elif isinstance(event, Operation):
                 self._operation(event)
             elif event.memory not in is_early:
-                self._step(_Allocate(event.memory, self.memories[event.memory], self.device))
+                self._step(_Allocate(event.memory, self._allocation(event.memory)))
             if i in freed:
                 views = [number for place, number in self.views.items() if place.memory in freed[i]]
                 self._step(_Free([*freed[i], *views]))
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+
+    def _allocation(self, number: int) -> Allocate:
+        memory = self.memories[number]
+        settings = {"dtype": memory.dtype, "device": self.device}
+        return functools.partial(torch.empty_strided, memory.size, memory.stride, **settings)
 
     def _step(self, step: Step) -> None:
         self._end_launches()
@@ -182,15 +188,11 @@ class _Builder:
 
 
 class _Allocate:
-    def __init__(self, number: int, memory: Memory, device: torch.device) -> None:
-        self.number, self.memory, self.device = number, memory, device
+    def __init__(self, number: int, allocate: Allocate) -> None:
+        self.number, self.allocate = number, allocate
 
     def __call__(self, run: Run) -> None:
-        run.remember(self.number, _allocate(self.memory, self.device))
-
-
-def _allocate(memory: Memory, device: torch.device) -> Tensor:
-    return torch.empty_strided(memory.size, memory.stride, dtype=memory.dtype, device=device)
+        run.remember(self.number, self.allocate())
 
 
 class _View:

@@ -42,22 +42,24 @@ def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Seq
     """What `function` returns. It reads the tensors `externals` and changes none of them; all else on which it depends
     is in `settings`, or the same in the whole process.
     """
-    if not _can_record(externals):
+    types, tensors = list(map(type, externals)), [each for each in externals if each is not None]
+    if not _can_record(types, tensors[0].device.type):
         return function()
-    key = _key(settings, externals)
+    addresses = list(map(Tensor.data_ptr, tensors))
+    key = _Key((settings, types), tensors, addresses)
     entry = _programs.get(key)
     if isinstance(entry, Program):
         with contextlib.suppress(
             KeyError
         ):  # another thread may have removed it: there is no lock that a fork could copy
             _programs.move_to_end(key)
-        return entry.run(externals) if entry.fits(externals) else function()
+        return entry.run(tensors, addresses) if entry.fits(addresses) else function()
     if entry is None:
         _remember(key, _SEEN)
         return function()
     if entry is not _SEEN:
         return function()
-    recorder = Recorder(externals)
+    recorder = Recorder(tensors)
     with recorder.recording():
         outputs = function()
     _remember(key, recorder.reason or Program(recorder, outputs))
@@ -80,18 +82,29 @@ def _remember(key: Hashable, entry: Any) -> None:
         _programs.popitem(last=False)
 
 
-def _can_record(externals: Sequence[Tensor | None]) -> bool:
+def _can_record(types: Sequence[type], device: str) -> bool:
     """Whether the run's tensors are ordinary ones with memory, and nobody else sees its operations."""
-    if not _ORDINARY_TYPES.issuperset(map(type, externals)) or has_dispatch_mode() or functorch_is_active():
+    if not _ORDINARY_TYPES.issuperset(types) or has_dispatch_mode() or functorch_is_active():
         return False
-    device = next(each.device for each in externals if each is not None)
-    return device.type in ("cpu", "cuda") and mode() == "on" and why_not(PREDICTION) is None
+    return device in ("cpu", "cuda") and mode() == "on" and why_not(PREDICTION) is None
 
 
-def _key(settings: Hashable, externals: Sequence[Tensor | None]) -> Hashable:
-    """All on which the code depends that records: see `run`."""
-    layouts = [
-        None if each is None else (each.dtype, each.device, each.shape, each.stride(), each.data_ptr() & 15)
-        for each in externals
-    ]
-    return settings, precision(), torch.get_num_threads(), *layouts
+class _Key:
+    """All on which the code depends that records: see `run`. To hash all of it would take as long as to read it, so
+    only the settings and the first layout are hashed."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(
+        self, settings: tuple[Hashable, list[type]], tensors: Sequence[Tensor], addresses: Sequence[int]
+    ) -> None:
+        layouts = [(each.dtype, each.device, each.shape, each.stride()) for each in tensors]
+        alignments = [address & 15 for address in addresses]
+        self._parts = settings, precision(), torch.get_num_threads(), layouts, alignments
+        self._hash = hash((settings[0], layouts[0]))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._parts == other._parts

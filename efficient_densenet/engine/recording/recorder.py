@@ -75,25 +75,24 @@ class Recorder(TorchDispatchMode):
     """Sees a run whose tensors come from `externals`, of which none is written.
 
     Attributes:
-        memories: of the externals, None for each that is None; then those that the run allocates.
+        memories: of the externals, then those that the run allocates.
         events: what the run does, in order.
         overlaps: the distance in bytes of each two externals that share some of their memory. A tensor within both
             is recorded as a part of the first, so the program is right only for externals at these distances.
         reason: why the run cannot be replayed, "" if it can.
     """
 
-    def __init__(self, externals: Sequence[Tensor | None]) -> None:
+    def __init__(self, externals: Sequence[Tensor]) -> None:
         super().__init__()
         self.events: list[Allocation | Operation | Launch] = []
-        self.memories = [None if each is None else Memory(each, 0) for each in externals]
+        self.memories = [Memory(each, 0) for each in externals]
         self.num_externals = len(externals)
-        self.device = next(each.device for each in externals if each is not None)
+        self.device = externals[0].device
         self.reason = ""
         self._spans: dict[int, list[tuple[int, int, int]]] = {}
         self._storages: dict[int, tuple[int, Any]] = {}
         for number, each in enumerate(externals):
-            if each is not None:
-                self._spans.setdefault(_storage_key(each), []).append((number, *_span(each)))
+            self._spans.setdefault(_storage_key(each), []).append((number, *_span(each)))
         self.overlaps = list(self._overlaps())
 
     @classmethod
@@ -200,10 +199,9 @@ class Recorder(TorchDispatchMode):
             start, stop = _span(tensor)
             spans = self._spans.get(key, ())
             number = next((number for number, first, last in spans if first <= start and stop <= last), None)
-        memory = None if number is None else self.memories[number]
-        if number is None or memory is None:
+        if number is None:
             raise _CannotRecordError("a tensor is neither given nor allocated in the run")
-        return number, memory
+        return number, self.memories[number]
 
     def _is_known(self, tensor: Tensor) -> bool:
         return _storage_key(tensor) in self._storages or _storage_key(tensor) in self._spans

@@ -23,7 +23,6 @@ from ...kernels.interface import (
     Kernels,
     StatisticsOutput,
 )
-from ...kernels.row_tiles import in_tiles
 from ...norms.sync_batch_norm import SyncGroup
 from .spec import NormConv, StageSpec, columns_of
 from .synchronized import Count, batch_norm_backward, synchronize_statistics
@@ -88,7 +87,7 @@ class ForwardStatistics(_FeatureStatistics):
             self.kernels.batch_statistics(values, statistics)
         self.synchronize(statistics)
         mean = statistics.rows[MEAN]
-        in_tiles(lambda values, out: torch.sub(values, mean, out=out), values, features, mean.dtype)
+        self.kernels.center(values, mean, features)
         if bias is not None:
             mean.add_(bias)
 

@@ -33,7 +33,7 @@ from .launch import gemm_address, launch, openmp_functions
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
-arranged_weights = portable.arranged_weights
+arranged_weights, center = portable.arranged_weights, portable.center
 images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
 norm_activation_max_pool = portable.norm_activation_max_pool
 norm_activation_max_pool_reduce = portable.norm_activation_max_pool_reduce

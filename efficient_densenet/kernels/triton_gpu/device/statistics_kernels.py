@@ -1,4 +1,5 @@
-"""Mean and variance of each channel, in Triton: statistics of tiles, then Chan's parallel variance.
+"""Mean and variance of each channel, in Triton: statistics of tiles, then Chan's parallel variance. And the values
+without the mean.
 
 Layout and grids are as in `kernels`.
 """
@@ -8,7 +9,7 @@ Layout and grids are as in `kernels`.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, divisible, offsets, store_pair
+from .device_functions import SIZES, VECTORS, divisible, load_vector, offsets, store_pair
 
 
 @triton.jit
@@ -93,3 +94,27 @@ def combine_statistics(
     variance = tl.sum(m2, 0) / num_rows - mean_error * mean_error
     store_pair(result, mean + mean_error, variance, channel, channel_mask, stats_stride)
     tl.store(result + 2 * stats_stride + channel, tl.rsqrt(variance + eps), channel_mask)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
+def center(
+    output,
+    values,
+    mean,
+    num_rows,
+    channels,
+    output_stride,
+    values_stride,
+    DIVISIBILITY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    """output[num_rows, channels] = values − mean. Grid: (row tiles, channel tiles)."""
+    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
+    output_stride = divisible(output_stride, DIVISIBILITY)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    channel = tl.program_id(1) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    channel_mask = channel < channels
+    mask = (row < num_rows)[:, None] & channel_mask[None, :]
+    x = tl.load(values + offsets(row, values_stride, channel), mask, 0.0).to(tl.float32)
+    tl.store(output + offsets(row, output_stride, channel), x - load_vector(mean, channel, channel_mask), mask)

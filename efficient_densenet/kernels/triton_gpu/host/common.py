@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ...activations import ActivationSpec
+from ...convolution import precision
 from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
 from ..device import finishing_kernels, statistics_kernels
-from . import launch
+from . import launch, tiles
 
 MAX_PROGRAM_INSTANCES = 2048
 """The most program instances of a launch: several for each multiprocessor of a large GPU, but few partial sums."""
@@ -33,6 +34,16 @@ def divisibility(dtype: torch.dtype, *sizes: int) -> int:
 def num_splits(num_rows: int, block_rows: int, other_tiles: int, programs: int, min_tiles: int = 1) -> int:
     """The number of program instances that share the tiles of rows: about `programs` in all, with `min_tiles` each."""
     return max(1, min(cdiv(cdiv(num_rows, block_rows), min_tiles), programs // other_tiles))
+
+
+def product_precision(weight: Tensor) -> tiles.Precision:
+    """The precision of products with this weight. PyTorch's setting for convolutions chooses it for float32, where the
+    device has TF32; where it has none, Triton multiplies float16 without tensor cores too, as exact float32."""
+    if not tiles.device_limits(weight.device).has_tf32:
+        return tiles.Precision.IEEE
+    if weight.dtype.itemsize < 4:
+        return tiles.Precision.HALF
+    return tiles.Precision.TF32 if precision() == "tf32" else tiles.Precision.IEEE
 
 
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:

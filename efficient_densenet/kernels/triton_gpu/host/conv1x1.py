@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from ...convolution import precision
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ..device import conv1x1_kernels
 from . import tiles
-from .common import cdiv, divisibility, finish_backward, input_arguments, run
+from .common import cdiv, divisibility, finish_backward, input_arguments, product_precision, run
 
 MAX_OUT_CHANNELS = 256
 """The most output channels: a tile holds all of them in registers."""
@@ -57,15 +56,6 @@ def backward(
     run(conv1x1_kernels.conv1x1_backward, grid, numbers, constants, *tensors)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
     return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight)
-
-
-def product_precision(weight: Tensor) -> tiles.Precision:
-    """The precision of products with this weight. PyTorch's setting for convolutions chooses it for float32, where the
-    device has TF32."""
-    if weight.dtype.itemsize < 4:
-        return tiles.Precision.HALF
-    is_tf32 = precision() == "tf32" and tiles.device_limits(weight.device).has_tf32
-    return tiles.Precision.TF32 if is_tf32 else tiles.Precision.IEEE
 
 
 def _norm_backward(grad: BatchNormBackward) -> tuple[tuple[Tensor, ...], bool, bool]:

@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...convolution import precision
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from .common import (
@@ -23,16 +22,17 @@ from .common import (
     finish_backward,
     input_arguments,
     num_splits,
+    product_precision,
     run,
     with_contiguous_rows,
 )
-from .tiles import KIB, DeviceLimits, device_limits
+from .tiles import KIB, DeviceLimits, Precision, device_limits
 
 MAX_OUT_CHANNELS = 64
 """A wider convolution is limited by its products, not by memory traffic, and cuDNN's products are faster."""
 
 MAX_EXACT_OUT_CHANNELS = 16
-"""The limit for exact float32 products, which tensor cores do not compute."""
+"""The limit for exact products, which tensor cores do not compute."""
 
 MAX_PIXELS = 2**30
 """Row numbers, also shifted by a tap, must fit int32."""
@@ -54,7 +54,7 @@ def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
     out_channels = weight.shape[0]
     if not HAS_GATHER or len(shape) != 3 or out_channels > MAX_OUT_CHANNELS or dilation > MAX_DILATION:
         return False
-    if out_channels > MAX_EXACT_OUT_CHANNELS and weight.dtype == torch.float32 and precision() == "ieee":
+    if out_channels > MAX_EXACT_OUT_CHANNELS and product_precision(weight) is Precision.IEEE:
         return False
     return 0 < shape.numel() <= MAX_PIXELS and dilation * (shape[2] + 1) <= MAX_PIXELS
 
@@ -69,13 +69,15 @@ def forward(
     """The output, (pixels, out_channels); writes its statistics, where they are requested."""
     (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
     (num_rows, channels), out_channels, has_statistics = values.shape, weight.shape[0], statistics is not None
-    tile = forward_tile(out_channels, weight.dtype, num_rows, device_limits(values.device))
+    products = product_precision(weight)
+    tile = forward_tile(out_channels, products, num_rows, device_limits(values.device))
     tile_rows = tile["BLOCK_ROWS"] - 2 * dilation
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
     stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics, "PRECISION": precision(), **tile}
+    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics}
+    constants |= {"PRECISION": products.input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
     # CUDA takes at most 65,535 program instances on any axis but the first.
@@ -124,7 +126,7 @@ def _grad_input(
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
     sizes = num_rows, channels, *shape[1:], dilation, *strides
     constants |= {"OUT_CHANNELS": weight.shape[0], "FROZEN": input.norm.frozen, "OVERWRITE": accumulator.overwrite}
-    constants |= {"PRECISION": precision(), **tile}
+    constants |= {"PRECISION": product_precision(weight).input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
     tensors = partial_sums, grad_accum, grad_output, values, *vectors, weight
@@ -135,15 +137,15 @@ def _grad_input(
 def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
     """The weight's gradient of each split of the rows, (splits, out_channels, 9, channels)."""
     (values, vectors, constants), out_channels = input_arguments(input), grad_output.shape[1]
-    num_rows, channels = values.shape
-    tile = grad_weight_tile(grad_output.dtype)
+    (num_rows, channels), products = values.shape, product_precision(grad_output)
+    tile = grad_weight_tile(products)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
     # A split's gradient is as large as a few hundred rows of values: use only as many splits as occupy the device.
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
     sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
-    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": precision(), **tile}
+    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
     tensors = partial_grad_weight, grad_output, values, *vectors
@@ -157,16 +159,16 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
 # weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of loads in flight anyway.
 
 
-def forward_tile(out_channels: int, dtype: torch.dtype, num_rows: int, limits: DeviceLimits) -> dict[str, int]:
+def forward_tile(out_channels: int, products: Precision, num_rows: int, limits: DeviceLimits) -> dict[str, int]:
     """The tile of `conv3x3_forward`. With 64 channels the loop over them is short, which takes the least time unless
     there are many rows for each multiprocessor."""
-    if dtype != torch.float32 and out_channels > 16:
+    if products is Precision.HALF and out_channels > 16:
         blocks = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32}
         # ptxas would spill on 10.0 to fit a third block.
         return {**blocks, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
     block_out = 16 if out_channels <= 16 else 32
     has_many_rows = num_rows >= 256 * limits.multiprocessors
-    if dtype != torch.float32 or precision() == "ieee":
+    if products is not Precision.TF32:
         block_rows, block_channels = 64, 16
     else:
         block_rows, block_channels = (128, 16) if has_many_rows and block_out == 16 else (64, 64)
@@ -190,9 +192,9 @@ def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -
     return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out, **options}
 
 
-def grad_weight_tile(dtype: torch.dtype) -> dict[str, int]:
+def grad_weight_tile(products: Precision) -> dict[str, int]:
     """The tile of `conv3x3_grad_weight`."""
-    block_channels = 32 if dtype == torch.float32 and precision() == "ieee" else 64
+    block_channels = 32 if products is Precision.IEEE else 64
     return {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128, "num_warps": 8, "num_stages": 1}
 
 

@@ -8,6 +8,7 @@ launch hooks. With versions of Triton that this file does not know, replays are 
 """
 
 import functools
+import itertools
 import re
 import warnings
 from collections.abc import Sequence
@@ -57,22 +58,28 @@ class Launches(launches.Launches):
     def __init__(self, recorded: Sequence[tuple[tuple[Launch, Any], Sequence[Any]]]) -> None:
         self._recorded = recorded  # keeps compiled kernels alive, which unload their code
         self._launchers = [_launcher(*launch, len(arguments)) for launch, arguments in recorded]
-        self._places = [[(each.memory, each.offset) for each in arguments] for _, arguments in recorded]
+        tensors = [each for _, arguments in recorded for each in arguments]
+        places = torch.tensor([[each.memory, each.offset] for each in tensors], dtype=torch.int64, device="cpu")
+        self._memories, self._offsets = places.t().contiguous()
+        self._first_memory = tensors[0].memory
+        ends = itertools.accumulate((len(arguments) for _, arguments in recorded), initial=0)
+        self._slices = list(itertools.starmap(slice, itertools.pairwise(ends)))
 
     def __call__(self, run: launches.Run) -> None:
-        device = run.values[self._places[0][0][0]].get_device()
+        device = run.values[self._first_memory].get_device()
         if None in self._launchers or _has_launch_hooks() or device != torch.cuda.current_device():
             for (prepared, _), arguments in self._recorded:
                 _launch_by_triton(prepared, [run.tensor(each) for each in arguments])
             return
         active: Any = driver.active
         stream = active.get_current_stream(device)
-        for launcher, places in zip(self._launchers, self._places, strict=True):
+        starts = torch.frombuffer(run.addresses, dtype=torch.int64).index_select(0, self._memories)
+        addresses = starts.add_(self._offsets).tolist()
+        for launcher, tensors in zip(self._launchers, self._slices, strict=True):
             assert launcher is not None
             function, grid, handle, metadata, constants = launcher
-            addresses = [run.addresses[memory] + offset for memory, offset in places]
             no_launch_hooks = None, None, None  # and no arguments for them
-            function(*grid, stream, handle, metadata, *no_launch_hooks, *addresses, *constants)
+            function(*grid, stream, handle, metadata, *no_launch_hooks, *addresses[tensors], *constants)
 
 
 def _launch_by_triton(prepared: Launch, tensors: Sequence[Tensor]) -> Any:

@@ -66,6 +66,15 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     combine_statistics(stats, block_rows, num_rows, statistics)
 
 
+def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
+    values = with_contiguous_rows(values)
+    num_rows, channels = values.shape
+    block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
+    grid, sizes = (cdiv(num_rows, block_rows), cdiv(channels, block_channels)), (output.stride(0), values.stride(0))
+    constants = {"DIVISIBILITY": divisibility(values.dtype, channels, *sizes), **_NARROW_TILE}
+    run(statistics_kernels.center, grid, (num_rows, channels, *sizes), constants, output, values, mean)
+
+
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     if grad.sums is None or grad.inv_std is None:
         return grad.grad_accum.contiguous()

@@ -19,7 +19,7 @@ BARRIER_BYTES = 8
 
 
 class Precision(enum.Enum):
-    """The arithmetic of products. Sums are in float32."""
+    """The arithmetic of products, "ieee" without tensor cores. Sums are in float32."""
 
     HALF = "half"
     TF32 = "tf32"
@@ -105,7 +105,7 @@ class Tile(NamedTuple):
         return 2 if self.max_registers == 128 and two_fit else 1
 
 
-# Tiles that compile without spills for sm_80 to sm_120 (tests/test_triton_resources.py), the best first, the smallest
+# Tiles that compile without spills for sm_75 to sm_120 (tests/test_triton_resources.py), the best first, the smallest
 # last. Those of TF32 to 128 channels are a compromise of what was fast on an H100 (benchmarks/gpu_tiles.py).
 # The keys are the numbers of output channels of a tile.
 FORWARD_TILES = {
@@ -182,13 +182,15 @@ def row_splits(num_rows: int, block_rows: int, channel_tiles: int, resident: int
 
 def _first_that_fits(candidates: list[tuple[Tile, int]], limits: DeviceLimits) -> Tile:
     """The first candidate that fits as often as its registers allow, or else the first that fits, or else the last. A
-    tile uses all registers if a second block does not fit anyway."""
+    tile uses all registers if a second block does not fit anyway, or where float16 is multiplied without tensor cores,
+    which takes more of them."""
     fitting = [each for each in candidates if each[1] <= limits.shared_memory_of_a_block]
     as_often = (
         each for each in fitting if each[0].max_registers is None or each[0].resident_blocks(each[1], limits) > 1
     )
     tile, shared_memory = next(as_often, (fitting or candidates[-1:])[0])
-    return tile if tile.resident_blocks(shared_memory, limits) > 1 else tile._replace(max_registers=None)
+    may_be_two = limits.has_tf32 and tile.resident_blocks(shared_memory, limits) > 1
+    return tile if may_be_two else tile._replace(max_registers=None)
 
 
 def _size_class(width: int) -> int:
