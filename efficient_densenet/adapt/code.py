@@ -8,30 +8,29 @@ recomputation: such blocks run their author's forward.
 """
 
 import builtins
-import collections
-import dis
-import functools
-import itertools
-import math
-import operator
-import typing
-from abc import ABC
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import cache, lru_cache
-from hashlib import sha256
-from itertools import pairwise
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, Generic, NamedTuple
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from .._mixins import author_class
-from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
+from .instructions import Loads, digest_of, loads_of
+from .known import (
+    ATTRIBUTES,
+    BUILTINS,
+    MODES,
+    MODES_RESTORED,
+    OF_EVERY_MODULE,
+    WHERE_MADE,
+    class_as_written,
+    is_known,
+    is_of_a_library,
+)
 
 
 class DropRate(NamedTuple):
@@ -46,26 +45,6 @@ class Number(NamedTuple):
 
     value: bool | int | float | complex
     text: str
-
-
-class Loads(NamedTuple):
-    """The names that the instructions of a function load.
-
-    Attributes:
-        variables: global variables.
-        attributes: attributes and methods of any objects.
-        writes: what the code writes to besides its own variables, or "".
-        changes: whether it may change a tensor or a collection in place.
-        asks_for_modes: whether it reads `training` of another module than its own.
-        variables_of_closures: the variables of functions around that it writes to.
-    """
-
-    variables: tuple[str, ...]
-    attributes: frozenset[str]
-    writes: str
-    changes: bool
-    asks_for_modes: bool
-    variables_of_closures: frozenset[str]
 
 
 class Code:
@@ -113,8 +92,10 @@ class Code:
         """See what the attributes of this name may be, of classes and of modules of Python."""
         if name not in self.names:
             self.names.add(name)
-            if name in _MODES:
-                self._refuse(f"asks PyTorch for {name}, of which a trial cannot try every value", name in _RESTORED)
+            if name in MODES:
+                self._refuse(
+                    f"asks PyTorch for {name}, of which a trial cannot try every value", name in MODES_RESTORED
+                )
             for owner in (*self._authors, *self._python_modules):
                 if name in vars(owner):
                     self._see_attribute(owner, name)
@@ -145,7 +126,7 @@ class Code:
             inside = value.items() if isinstance(value, dict) else value
             inside = sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
             return type(value).__name__, *(self._see(what, each) for each in inside)
-        if type(value) is functools.partial:
+        if type(value) is partial:
             return "partial", *(self._see(what, each) for each in (value.func, value.args, value.keywords))
         if isinstance(value, ModuleType) and not is_of_a_library(value):
             self._see_module(value)
@@ -155,7 +136,9 @@ class Code:
             self._visit(function, of_norm)
         if not (members or self._is_constant(value)):
             self._refuse(f"reads {what}, a {type(value).__name__}, whose changes would go unnoticed")
-        return f"{getattr(value, '__module__', None)}.{_name_of(value)}", *(_digest(each.__code__) for each in members)
+        return f"{getattr(value, '__module__', None)}.{_name_of(value)}", *(
+            digest_of(each.__code__) for each in members
+        )
 
     def _see_module(self, module: ModuleType) -> None:
         if module not in self._python_modules:
@@ -166,23 +149,23 @@ class Code:
     def _is_constant(self, value: Any) -> bool:
         """Whether this is a class, a function or a library's module, of which everything is known."""
         if isinstance(value, type) and not is_known(value):
-            return value in self._authors or value in _BUILTINS or is_of_a_library(value)
+            return value in self._authors or value in BUILTINS or is_of_a_library(value)
         if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
-            return value in _BUILTINS
+            return value in BUILTINS
         return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)) and is_of_a_library(value)
 
     def _visit(self, function: FunctionType, of_norm: bool = False) -> None:
         """See what a function of an author reads."""
         if function in self._seen:
             return
-        loads = self._seen[function] = _loads(function.__code__)
+        loads = self._seen[function] = loads_of(function.__code__)
         self._of_norms |= {function} if of_norm else set()
         name = function.__qualname__
         if loads.writes or not loads.variables_of_closures.isdisjoint(function.__code__.co_freevars):
             self._refuse(f"writes to {loads.writes or 'a variable outside'} in {name}")
         if loads.asks_for_modes:
             self._refuse(f"reads training of another module in {name}", is_repeatable=True)
-        self.outside.append((f"the code of {name}", _digest(function.__code__)))
+        self.outside.append((f"the code of {name}", digest_of(function.__code__)))
         held = [("a default", function.__defaults__), ("a default", function.__kwdefaults__)]
         held += [(each, function.__globals__.get(each, vars(builtins).get(each))) for each in loads.variables]
         for each, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -209,7 +192,7 @@ class Code:
     def _check(self) -> None:
         """Refuse code that reads attributes of which nothing is known; or tensors of modules, except norms that read
         their own; or that may change a tensor or a collection that lives longer than the forward."""
-        for name in sorted(self.names - _ATTRIBUTES):
+        for name in sorted(self.names - ATTRIBUTES):
             may_be_absent = self._reads_any and not name.startswith("_")  # code asks `hasattr`
             if not (may_be_absent or self._is_known(name)):
                 self._refuse(f"reads {name} of an object, of which nothing is known")
@@ -238,38 +221,6 @@ class Code:
         self.by_parts = self.by_parts or f"found that it {what}"
         if not is_repeatable:
             self.unknown = self.unknown or f"found that it {what}"
-
-
-@cache
-def _loads(code: CodeType) -> Loads:
-    loaded: dict[str, set[str]] = {}
-    for each in dis.get_instructions(code):
-        loaded.setdefault(each.opname, set()).add(str(each.argval))
-    pairs = pairwise(dis.get_instructions(code))
-    asks_for_modes = any(each.argval == "training" and not _loads_self(code, before) for before, each in pairs)
-    inner = [_loads(each) for each in code.co_consts if isinstance(each, CodeType)]
-    variables = loaded.get("LOAD_GLOBAL", set[str]()).union(*(each.variables for each in inner))
-    attributes = frozenset(name for instruction in _LOAD_ATTRIBUTES for name in loaded.get(instruction, ()))
-    writes = [what for each, what in _WRITES.items() if each in loaded] + [each.writes for each in inner]
-    changes = "STORE_SUBSCR" in loaded or any(map(_changes, attributes)) or any(each.changes for each in inner)
-    return Loads(
-        tuple(sorted(variables)),
-        attributes.union(*(each.attributes for each in inner)),
-        next(filter(None, writes), ""),
-        changes,
-        asks_for_modes or any(each.asks_for_modes for each in inner),
-        frozenset(loaded.get("STORE_DEREF", ())).union(*(each.variables_of_closures for each in inner)),
-    )
-
-
-def _loads_self(code: CodeType, instruction: dis.Instruction) -> bool:
-    """Whether this is the last instruction before an attribute of `self`."""
-    loaded = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    return "LOAD_FAST" in instruction.opname and loaded[-1] in code.co_varnames[:1]
-
-
-def _changes(method: str) -> bool:
-    return method in _OF_COLLECTIONS or (method.endswith("_") and not method.endswith("__"))
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -306,45 +257,15 @@ def _name_of(value: Any) -> str:
     return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
 
 
-@cache
-def _digest(code: CodeType) -> bytes:
-    """A hash of a function's code, which is the same in another process."""
-    constants = [_digest(each) if isinstance(each, CodeType) else each for each in code.co_consts]
-    texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
-    return sha256(repr((code.co_code, code.co_names, texts)).encode()).digest()
-
-
 def _is_called_unnamed(name: str, attribute: Any) -> bool:
     """Whether this is a method such as `__getitem__`, which code calls without naming it."""
-    return name.startswith("__") and isinstance(attribute, FunctionType) and name not in _WHERE_MADE
+    return name.startswith("__") and isinstance(attribute, FunctionType) and name not in WHERE_MADE
 
 
 def is_drop_rate(name: str, value: Any) -> bool:
     return type(value) is float and "drop" in name and 0 <= value <= 1
 
 
-def class_as_written(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` as its author wrote it: torch's class for a norm under the exactly-once rule."""
-    cls = author_class(module)
-    return TORCH_CLASSES.get(cls, cls)
-
-
-def is_known(cls: type) -> bool:
-    """Whether this is a class of torch or Python, not of an author. An author's class may have no `__module__`."""
-    return cls in (object, ABC, Generic) or (cls.__module__ or "").startswith(_LIBRARIES_OF_MODULES)
-
-
-def is_of_a_library(value: Any) -> bool:
-    """Whether this is a module, a function or a class of a library that holds no state of an author."""
-    owner = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    if owner is None and isinstance(value, BuiltinFunctionType):  # of torch, or a method of some object
-        owner = getattr(value.__self__, "__module__", None)
-    return f"{owner}.".startswith(_LIBRARIES)
-
-
-_LIBRARIES_OF_MODULES = ("torch.nn.", "torchvision.ops.", f"{__name__.partition('.')[0]}.")
-_LIBRARIES = (f"{__name__.partition('.')[0]}.", "torch.", "torchvision.ops.", "torchvision.utils.", "math.", "typing.")
-_LIBRARIES += ("einops.", "itertools.", "operator.", "__future__.")
 _NUMBERS = {bool, int, float, complex}
 _CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
@@ -352,34 +273,3 @@ _COLLECTIONS = {list, tuple, dict, set, frozenset}
 _CHANGEABLE = {list, dict, set}
 _MANY = 1000
 _METHODS = (staticmethod, classmethod)
-_BUILTINS = {abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, getattr, hasattr, int, isinstance}
-_BUILTINS |= {issubclass, iter, len, list, map, max, min, next, object, pow, range, repr, reversed, round, set, slice}
-_BUILTINS |= {sorted, str, sum, super, tuple, type, zip, property, staticmethod, classmethod}
-_BUILTINS |= {each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)}
-_WRITES = dict.fromkeys(("STORE_ATTR", "DELETE_ATTR"), "attributes")
-_WRITES |= dict.fromkeys(("STORE_GLOBAL", "DELETE_GLOBAL"), "global variables")
-_WRITES |= dict.fromkeys(("IMPORT_NAME", "LOAD_BUILD_CLASS", "LOAD_NAME"), "what an import or a new class may change")
-_LOAD_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")
-_OF_COLLECTIONS = {"append", "extend", "insert", "remove", "clear", "update", "setdefault", "popitem", "add", "discard"}
-_WHERE_MADE = {"__init__", "__new__", "__post_init__", "__repr__", "__init_subclass__", "__getstate__", "__setstate__"}
-_WHERE_MADE |= {"__deepcopy__", "__copy__", "__reduce__", "__reduce_ex__", "__annotate_func__", "__annotate__"}
-_RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
-"""The modes in which a recomputation runs as the forward did."""
-_MODES = {name for name in dir(torch) if name.startswith(("get_", "is_", "set_")) and not hasattr(Tensor, name)}
-_MODES -= {"is_tensor", "is_storage"}
-_MODES |= {"manual_seed", "seed", "initial_seed", "load", "save", "use_deterministic_algorithms"}
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
-    "_conversion",  # added by the conversion itself
-    "_engine_plans",  # kept by engine/read.py
-    "keep_bottleneck",  # read at every forward
-    "_is_replica",  # set by nn.DataParallel
-}
-_SOURCES = (torch, nn, nn.functional, torch.jit, torch.compiler, torch.onnx, torch.utils, torch.utils.checkpoint)
-_SOURCES += (torch.amp, torch.fft, torch.linalg, torch.special, torch.cuda.amp, torch.autograd, math, typing)
-_SOURCES += (functools, itertools, operator, collections, Tensor, str, list, tuple, dict, set, int, float, torch.Size)
-_ATTRIBUTES = {name for each in _SOURCES for name in dir(each) if not name.startswith("_")}
-_ATTRIBUTES -= {"grad", "backward", "retain_grad", "requires_grad_", "set_", "share_memory_", "data_ptr"}
-_ATTRIBUTES |= {"_assert", "_modules", "training", "children", "named_children", "modules", "named_modules"}
-_ATTRIBUTES |= {"get_submodule", "forward"}
-_ATTRIBUTES |= {"save_for_backward", "saved_tensors", "needs_input_grad", "apply", "mark_non_differentiable"}
-"""Attributes that stand for the same in any forward: of torch's functions and tensors, of modules and collections."""

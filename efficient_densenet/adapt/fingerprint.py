@@ -13,7 +13,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..norms.batch_norm import TORCH_CLASSES
 from ..norms.frozen import is_frozen_batch_norm
-from .code import OF_EVERY_MODULE, Code, DropRate, Number, class_as_written, is_drop_rate, is_known
+from .code import Code, DropRate, Number, is_drop_rate
+from .known import OF_EVERY_MODULE, class_as_written, is_known
 
 
 class State(NamedTuple):

@@ -11,8 +11,8 @@ from ..engine.changed_modules import must_be_called
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, activations_of
 from ..kernels.activations import RELU_SPEC, module_of
-from .code import class_as_written
 from .fingerprint import change_since, fingerprint
+from .known import class_as_written
 from .layer_parts import ConnectionPattern, LayerCall
 from .structure import layers_in
 
