@@ -74,7 +74,7 @@ class Code:
         self._held: list[tuple[nn.Module, str]] = []
         self._python_modules: list[ModuleType] = []
         self._of_norms: set[FunctionType] = set()
-        self._pending = ["forward"] if self._authors else []
+        self._pending = ["forward"]
         for cls in self._authors:
             self._pending += [name for name, each in vars(cls).items() if _is_called_unnamed(name, each)]
         num_names = -1

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -122,8 +121,6 @@ class ConvertedBlock(VerifiedModule):
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, by the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
-        if recomputes and any(map(_updates_in_a_forward_of_its_own, self.modules())):
-            return super().forward(x)
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             update_norms_once(self)
         by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
@@ -176,11 +173,6 @@ class ConvertedBlock(VerifiedModule):
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
-
-
-def _updates_in_a_forward_of_its_own(module: nn.Module) -> bool:
-    """Whether this is a batch norm of torch's class with another forward, which a recomputation would update twice."""
-    return isinstance(module, _NormBase) and "forward" in vars(module) and not isinstance(module, UpdatesOnce)
 
 
 def _run_by_layers(
