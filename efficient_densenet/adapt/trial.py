@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
 from ..engine.changed_modules import HOOKS
@@ -43,7 +44,7 @@ class Mode(NamedTuple):
         drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate; None keeps them.
         autocast: True for autocast, and the dtype of the module's own parameters.
         extra_size: the number added to the images, and to the pixels a side.
-        in_other_mode: whether a module inside a block is in the other training mode.
+        in_other_mode: the class of the modules that are in the other training mode, as in Monte Carlo dropout.
     """
 
     name: str
@@ -54,16 +55,7 @@ class Mode(NamedTuple):
     drop_rate: float | None = None
     autocast: bool = False
     extra_size: int = 0
-    in_other_mode: Callable[[nn.Module, nn.Module], bool] = lambda block, module: False
-
-
-def _is_norm_or_block(block: nn.Module, module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) or module is block
-
-
-def _is_other_leaf(block: nn.Module, module: nn.Module) -> bool:
-    """Whether this is a dropout, as in Monte Carlo dropout, or another module without modules inside, except a norm."""
-    return not isinstance(module, _NormBase) and not any(True for _ in module.children())
+    in_other_mode: type | tuple[()] = ()
 
 
 MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
@@ -71,8 +63,8 @@ MODES = (
     *MAIN_MODES,
     Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
     Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
-    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_is_other_leaf),
-    Mode("training mode with frozen norms", True, in_other_mode=_is_norm_or_block),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
+    Mode("training mode with frozen norms", True, in_other_mode=_NormBase),
 )
 
 
@@ -185,7 +177,7 @@ class _TrialTensors:
         for each in modules:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
-            each.training = mode.training != mode.in_other_mode(module, each)
+            each.training = mode.training != isinstance(each, mode.in_other_mode)
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
