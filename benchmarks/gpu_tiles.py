@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,7 +45,7 @@ class Convolution(NamedTuple):
     """One convolution; the candidates for its tile, the first of them the one that is chosen; and how to launch it."""
 
     name: str
-    candidates: list[Tile]
+    candidates: Sequence[Tile]
     launch: Callable[[Tile], Any]
     kind: int = 0
     """Sizes for which Triton compiles a kernel of their own, as one number."""
@@ -58,19 +58,21 @@ def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT") -> list[dict[str, int]]:
 
 
 def conv1x1_tiles(sizes: str, chosen: tiles.Tile) -> list[tiles.Tile]:
-    """Tiles from lines of "rows channels warps stages registers", where 0 registers are no limit."""
+    """Tiles from lines of "rows channels warps stages registers", where 0 registers are no limit; a 1 after them is
+    `prefetch`."""
     candidates = []
     for each in sizes.strip().splitlines():
-        rows, channels, warps, stages, registers = map(int, each.split())
-        candidates.append(
-            chosen._replace(
-                rows=rows, channels=channels, num_warps=warps, num_stages=stages, max_registers=registers or None
-            )
-        )
+        rows, channels, warps, stages, registers, *prefetch = map(int, each.split())
+        candidate = chosen._replace(rows=rows, channels=channels, num_warps=warps, num_stages=stages)
+        candidates.append(candidate._replace(max_registers=registers or None, prefetch=prefetch == [1]))
     return candidates
 
 
 FORWARD_3X3 = """
+32 32 16 1 1
+32 64 16 2 1
+64 32 16 2 1
+64 16 16 4 1
 64 32 16 4 1
 64 64 16 4 1
 128 16 16 4 1
@@ -88,6 +90,11 @@ FORWARD_3X3 = """
 128 32 16 8 3
 """
 GRAD_INPUT = """
+16 32 16 1 1
+32 32 16 1 1
+32 32 16 2 1
+64 32 16 2 1
+64 32 16 4 1
 64 16 16 4 1
 64 64 16 4 1
 64 32 16 4 2
@@ -102,6 +109,10 @@ GRAD_INPUT = """
 256 32 16 8 1
 """
 GRAD_WEIGHT = """
+32 32 64 2 1
+32 64 32 2 1
+32 128 64 4 1
+32 128 128 8 1
 32 64 128 4 1
 64 64 128 8 1
 32 32 128 4 1
@@ -138,6 +149,10 @@ BACKWARD_1X1 = """
 16 64 4 2 0
 16 64 8 3 128
 16 64 8 4 128
+16 64 8 3 128 1
+16 64 8 3 0 1
+32 64 8 2 0 1
+32 64 8 3 0 1
 16 64 4 3 0
 16 64 4 4 0
 16 128 8 3 0
@@ -199,7 +214,8 @@ def _convolutions3x3(
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
     candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in block_outs)]
     yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
-    candidates = [conv3x3.grad_weight_tile(products), *conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
+    stepped = [each | {"STEPPED": True} for each in conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
+    candidates = [conv3x3.grad_weight_tile(products), *stepped]
     yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 

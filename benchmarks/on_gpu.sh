@@ -157,7 +157,7 @@ run_part() {
     bf16 | fp16) under_amp "$1" ;;
     compiled)
         measure 300 "${small[@]}" --precision bf16 --methods compile_plain,compile_plain_reduce_overhead --rounds 5 \
-            --patience 190
+            --patience 190 --compiler_cache "$(mktemp -d)"
         ;;
     check)
         measure 90 "${small[@]}" --what check --methods shared --precision tf32,bf16,float32
@@ -168,9 +168,12 @@ run_part() {
         measure 60 "${big[@]}" --what profile --methods plain,shared --precision tf32
         ;;
     ncu)
-        part ncu 120 ncu --section WarpStateStats --section SchedulerStats --section SpeedOfLight \
-            --kernel-name regex:^conv --launch-skip 60 --launch-count 12 \
-            "$python" -m efficient_densenet.doctor --model densenet_bc_100_12 --batch_size 256
+        for range in 28:4 264:8; do # of a step's 288 convolutions: two layers' forward, and backward
+            part "ncu of launches $range" 120 env EFFICIENT_DENSENET_TRITON=trust ncu --section WarpStateStats \
+                --section SchedulerStats --section SpeedOfLight --kernel-name regex:^conv \
+                --launch-skip "${range%:*}" --launch-count "${range#*:}" \
+                "$python" -m efficient_densenet.doctor --model densenet_bc_100_12 --batch_size 256
+        done
         ;;
     tiles)
         part "tiles in bf16" 240 "$python" benchmarks/gpu_tiles.py --precision bf16

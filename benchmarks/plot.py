@@ -4,7 +4,8 @@
     python benchmarks/plot.py cpu_torch2.15.0_depth_sweep.csv --methods plain,shared
     python benchmarks/plot.py convergence                                        the errors of runs, and their table
 
-A depth sweep shows memory against depth, a batch sweep memory against batch size, any other file time against memory.
+A depth sweep shows memory against depth, a batch sweep memory against batch size, a crossover time against plain's, any
+other file time against memory.
 Text is gray, colors are of medium brightness, and the background is transparent, so that light and dark pages suit.
 """
 
@@ -65,9 +66,13 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
         folder: where to write the figures. Default: benchmarks/figures.
     """
     paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
-    measured = (path for path in results.RESULTS.glob("*.csv") if "devices_sweep" not in path.stem)
-    for path in paths or sorted(path for path in measured if results.read(path)):
+    for path in paths or sorted(filter(_is_drawn, results.RESULTS.glob("*.csv"))):
         save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
+
+
+def _is_drawn(path: Path) -> bool:
+    is_measured = bool(results.read(path)) and "devices_sweep" not in path.stem
+    return is_measured or bool(results.read_crossover(path))
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
@@ -90,6 +95,8 @@ def fingerprint(path: Path) -> str:
 
 def draw(path: Path, methods: list[str] | None = None) -> Any:
     """Return the matplotlib figure of a file."""
+    if points := results.read_crossover(path):
+        return _plot_crossover(points)
     rows = [row for row in results.read(path) if not row["note"] and (not methods or row["method"] in methods)]
     if not rows:
         raise ValueError(f"nothing to draw in {path}: measure with python benchmarks/run.py, or give other methods")
@@ -144,6 +151,26 @@ def _plot_times(rows: list[results.Row]) -> Any:
         axes.set_title(_title(panel) + f"\n{', '.join(properties)}", fontsize=10, loc="left")
         axes.grid(alpha=0.2, color=GRAY)
         _label(axes, {row["method"]: (_mib(row), _seconds(row)) for row in panel})
+    return figure
+
+
+def _plot_crossover(rows: list[results.Row]) -> Any:
+    """Plot the time over plain's against plain's time: one color for each set of kernels, one marker for each number of
+    dimensions."""
+    figure = _figure(6.4)
+    axes = figure.subplots()
+    for kernels, color in (("numba", COLORS["shared"]), ("portable", COLORS["shared_portable"])):
+        for dims, marker in (("1", "^"), ("2", "s"), ("3", "o")):
+            points = [row for row in rows if row["kernels"] == kernels and row["point"].endswith(f"^{dims}")]
+            x, y = ([float(row[name]) for row in points] for name in ("plain_ms", "time"))
+            axes.scatter(x, y, s=18, marker=marker, color=color, label=f"{kernels}, dims={dims}")
+    axes.axhline(1, color=COLORS["plain"], linewidth=1)
+    axes.set(xlabel="time of plain's step, ms", ylabel="time / plain's", xscale="log", ylim=(0, None))
+    first = rows[0]
+    title = f"efficient=True, {first['threads']} CPU threads, PyTorch {first['torch'].split('+')[0]}"
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.2, color=GRAY)
+    axes.legend(frameon=False, ncols=2)
     return figure
 
 

@@ -137,6 +137,15 @@ def read(path: Path) -> list[Row]:
         return [dict.fromkeys(COLUMNS, "") | row for row in reader]
 
 
+def read_crossover(path: Path) -> list[Row]:
+    """The rows that crossover.py has written, or no rows if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return rows if rows and "point" in rows[0] else []
+
+
 def write(path: Path, measured: list[dict[str, Any]]) -> None:
     """Write the rows to a file of their own columns, in the place of its former ones."""
     path.parent.mkdir(parents=True, exist_ok=True)

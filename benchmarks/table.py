@@ -112,8 +112,13 @@ def outdated(text: str) -> list[str]:
 
 
 def refreshed(text: str) -> str:
-    """A document with the tables that its commands print."""
-    return COMMAND.sub(lambda match: match[0].replace(match[2].strip(), _output(match[1])), text)
+    """A document with the tables that its commands print, also below a command without one."""
+    return COMMAND.sub(
+        lambda match: (
+            f"<!-- python benchmarks/table.py {match[1]} -->\n{_output(match[1])}\n" + ("" if match[2] else "\n")
+        ),
+        text,
+    )
 
 
 def _output(command: str) -> str:

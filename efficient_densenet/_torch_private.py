@@ -299,16 +299,18 @@ _im2col_conv_backward = _private("ops.aten._slow_conv2d_backward.output_mask", I
 
 
 def im2col_conv3x3(images: Tensor, weight: Tensor) -> Tensor:
-    """Convolve images with a 3×3 weight and padding 1 on a CPU, by im2col and a matrix product rather than oneDNN."""
-    return _im2col_conv(images, weight, (3, 3), None, (1, 1), (1, 1))
+    """Convolve images with a 3×3 or 1×3 weight and padding 1 or 0 × 1 on a CPU, by im2col and a matrix product rather
+    than oneDNN."""
+    size = weight.shape[2:]
+    return _im2col_conv(images, weight, size, None, (1, 1), (size[0] // 2, 1))
 
 
 def im2col_conv3x3_backward(
     grad_output: Tensor, images: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor, Tensor, None]:
     """Return grad_input and grad_weight of `im2col_conv3x3`, where `mask` is True. All have one memory format."""
-    settings = [3, 3], [1, 1], [1, 1]
-    return _im2col_conv_backward(grad_output, images, weight, *settings, mask)
+    size = weight.shape[2:]
+    return _im2col_conv_backward(grad_output, images, weight, size, [1, 1], [size[0] // 2, 1], mask)
 
 
 _why_not_shared = why_not(SHARED)

@@ -49,7 +49,8 @@ def _processor() -> Iterator[str]:
 
 def _triton(compare: bool) -> Iterator[str]:
     if not torch.cuda.is_available():
-        yield "GPU: PyTorch finds none"
+        has_mps = torch.backends.mps.is_available()
+        yield "GPU: MPS, on which PyTorch's operations run" if has_mps else "GPU: PyTorch finds none"
         return
     mode = first_contact.mode()
     yield f"{first_contact.VARIABLE}: {mode}, which is to {first_contact.MODES[mode]}"
@@ -59,8 +60,9 @@ def _triton(compare: bool) -> Iterator[str]:
         device = torch.device("cuda", index)
         kinds = [each for each in KERNELS if kernels.has_triton(device, each[0])]
         if not kinds:
-            cause = "Triton is not installed or too old for this GPU, or the GPU is too old (needed is 7.0 or higher)"
-            yield f"  PyTorch's operations: {cause}"
+            nvidia = "Triton is not installed or too old for this GPU, or the GPU is too old (needed is 7.0 or higher)"
+            other = "the Triton kernels are written for NVIDIA's GPUs"
+            yield f"  PyTorch's operations: {other if torch.version.hip else nvidia}"
             continue
         find = partial(first_contact.verdict if compare else first_contact.stored_verdict, index, activation="relu")
         at_once = max(1, (os.cpu_count() or 1) // 8)  # each comparison is in a process of its own, and compiles

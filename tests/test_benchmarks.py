@@ -1,5 +1,6 @@
 """Each command of benchmarks/ runs on something tiny, and what is committed is what it made."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import communication
+import crossover
 import gpu_counts
 import options
 import plot
@@ -54,8 +56,26 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     page = f"<!-- python benchmarks/table.py {path} -->\n{shown}\n\nText | that is no table\n"
     assert table.outdated(page) == []
     assert table.outdated(page.replace("`shared`", "`plain`")) == [str(path)]
+    assert table.refreshed(page.replace("`shared`", "`plain`")) == page == table.refreshed(page.replace(shown, ""))
     plot.save(path, tmp_path)
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
+
+
+def test_the_crossover_is_measured_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path, point = tmp_path / "cpu_crossover.csv", "densenet_bc_10_4 2 x 4^2"
+    with contextlib.suppress(ValueError):  # two tiny steps may take any time
+        crossover.crossover(point, seconds=0.01, file=str(path))
+    rows = results.read_crossover(path)
+    assert {row["point"] for row in rows} == {point}
+    assert all(float(row["time"]) > 0 and float(row["memory"]) > 0 for row in rows)
+    plot.save(path, tmp_path)
+    assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
+    results.write(path, [row | {"time": "1.01"} for row in rows])
+    with pytest.raises(ValueError, match=r"slower than plain: densenet_bc_10_4 2 x 4\^2 \w+ 1.01"):
+        crossover.crossover(point, missing=True, file=str(path))
+    with pytest.raises(ValueError, match="unknown point"):
+        crossover.crossover("densenet121", file=str(path))
 
 
 def test_two_replicas_share_a_batch():

@@ -124,6 +124,17 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
+def test_generated_data_have_quick_defaults(capsys):
+    parse, words = load("segmentation").parse, ["--out", "x", "--epochs", "3", "--data"]
+    quick, whole = parse([*words, "generated"]), parse([*words, "CamVid"])
+    assert (quick.model, quick.crop, quick.epochs, quick.whole_epochs) == ("fc_densenet56", 64, 3, 1)
+    assert (whole.model, whole.crop, whole.epochs, whole.whole_epochs) == ("fc_densenet103", 224, 3, 150)
+    assert (
+        capsys.readouterr().out.splitlines()[0].endswith("--model fc_densenet56 --crop 64 --epochs 3 --whole_epochs 1")
+    )
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
 def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
     program, data = load("segmentation"), write_data("segmentation", tmp_path)
 

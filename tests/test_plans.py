@@ -410,3 +410,28 @@ def test_replaced_parameters_are_freed():
     reference = weakref.ref(conv.weight)
     conv.weight = nn.Parameter(conv.weight.detach() * 2)
     assert reference() is None
+
+
+class _ChangesNextBlock(nn.Module):
+    """A transition whose calls set an eps of the block after it."""
+
+    def __init__(self, transition: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.transition, self.norms, self.eps = transition, [norm], 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norms[0].eps = self.eps
+        return self.transition(x)
+
+
+def test_a_call_within_a_forward_may_change_the_next_stage(x):
+    model, plain = (each.double() for each in _ours())
+    for each in (model, plain):
+        norm = each.features.denseblock2.denselayer1.norm2
+        each.features.transition1 = _ChangesNextBlock(each.features.transition1, norm)
+    for eps in (0.1, 0.2, 0.3, 0.4):
+        for each in (model, plain):
+            each.features.transition1.eps = eps
+        assert_close(model(x), plain(x))
+        for each in (model, plain):
+            each.features.transition1.norms[0].eps = 1e-5

@@ -84,6 +84,25 @@ def test_wide_bottlenecks(operation):
     check_is_portable(triton_kernels, operation, Case((1, 3, 7), 17, 260))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
+    """A program instance has many tiles of rows, the last of them not full."""
+    tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, prefetch=True)
+    monkeypatch.setattr(tiles, "backward_tile", lambda *_: tile)
+    check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype))
+    check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype, overwrite=True))
+
+
+@pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
+def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
+    case, results = Case(shape, 20, 12), []
+    for stepped in (False, True):
+        tile = {**conv3x3.grad_weight_tile(tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
+        monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, _: tile, tile))
+        results.append(conv3x3._grad_weight(case.grad_output, case.input, case.shape, dilation))
+    assert torch.equal(*results)
+
+
 def test_pixels_in_no_pooling_window_have_no_gradient():
     check("pooled_conv1x1_backward", Case((1, 5, 7), 9, 16, overwrite=True))
 

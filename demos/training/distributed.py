@@ -189,8 +189,9 @@ def _parse_device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # raises on a device that is absent, or has no values, such as meta
-    except (RuntimeError, AssertionError) as exc:
+        # This raises on a device that is absent, or has no values, such as meta, or no float64, as MPS has none.
+        torch.zeros(1, device=device, dtype=torch.float64).item()
+    except (RuntimeError, AssertionError, TypeError) as exc:
         reason = str(exc).splitlines()[0].partition(". ")[0]
         raise ValueError(f"device is {name!r}, but cannot be used here ({reason}): try cpu") from exc
     return device

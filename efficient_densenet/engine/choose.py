@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.fx import Proxy
 
 from .. import kernels
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._tensors import compute_dtype
+from .._tensors import compute_dtype, device_type
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
@@ -27,7 +27,7 @@ from . import layerwise, saving, stem
 from .changed_modules import must_be_called
 from .layerwise import RunFirstHalf
 from .parts import is_engine_block
-from .read import USUAL, StageRequest, read_sizes, read_stage, read_stem
+from .read import USUAL, Kept, StageRequest, read_sizes, read_stage, read_stem
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StagePlan
 
@@ -169,8 +169,9 @@ def join(block: nn.Module, consumer: nn.Module, x: Tensor, request: StageRequest
     return None if stage is None or stage.spec.consumer is None else stage
 
 
-def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
-    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it.
+def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[int, Kept | None]]:
+    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; and what is
+    kept of each stage, whose modules are compared here.
 
     `modules` are blocks, each with its consumer after it, and nothing else: any other network may hold most at another
     moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
@@ -182,8 +183,8 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, int]:
         return {}
     if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
         return {}
-    sizes = [read_sizes(block, x) for block in blocks], list(map(saving.consumer_sizes, consumers))
-    return dict(zip(blocks, saving.num_saved(*sizes, x), strict=True))
+    sizes, kept = zip(*(read_sizes(*each, x) for each in zip(blocks, consumers, strict=True)), strict=True)
+    return dict(zip(blocks, zip(saving.num_saved(sizes, x), kept, strict=True), strict=True))
 
 
 def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,7 +259,7 @@ def _best_plan(block: nn.Module, x: Tensor, consumer: nn.Module | None, request:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
     plan, reason = _plan_by(best, block, x, consumer, request)
     if plan is not None:
-        return plan
+        return BlockPlan(Engine.PLAIN) if _is_faster_plain(cast(StagePlan, plan.stage), x) else plan
     if torch.compiler.is_compiling():
         may_recompute = as_engine_block(block).why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
@@ -267,6 +268,19 @@ def _best_plan(block: nn.Module, x: Tensor, consumer: nn.Module | None, request:
     )
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
+
+
+def _is_faster_plain(stage: StagePlan, x: Tensor) -> bool:
+    """Whether the plain modules of a stage save hardly anything on x, and take less time, as `saving` has it.
+
+    On a GPU they launch more kernels. Processes that exchange statistics or parameters must all run the same engine.
+    """
+    alone = stage.spec.sync_group is None and not stage.sharded and not torch.compiler.is_compiling()
+    if not alone or device_type(x) != "cpu":
+        return False
+    is_portable = kernels.kernels_for(x, stage.spec.activations) is kernels.portable
+    values = saving.PLAIN_VALUES_PORTABLE if is_portable else saving.PLAIN_VALUES
+    return x.shape[0] * x.shape[2:].numel() <= values * stage.plain_pixels
 
 
 def _plan_by(

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 from .._tensors import formatted, memory_format_of
 from . import choose
 from .changed_modules import must_be_called
-from .read import StageRequest
+from .read import Kept, StageRequest
 from .stage.run import StageFormats
 
 NamedModules = Sequence[tuple[str, nn.Module]]
@@ -53,7 +53,7 @@ class _Walk:
         self.outputs: dict[str, Tensor] = {}
         self.position = 0
         self.plain_format: torch.memory_format | None = None
-        self.num_saved: dict[nn.Module, int] = {}
+        self.saved_by_default: dict[nn.Module, tuple[int, Kept | None]] = {}
         blocks = [module for _, module in modules if is_block(module)]
         self.first_block = blocks[0] if blocks else None
 
@@ -82,7 +82,8 @@ class _Walk:
         else:
             taps_block, is_tapped = name in self.taps, consumer_name in self.taps
             handed_on = not (taps_block or is_tapped) and any(self.is_block(module) for _, module in following)
-            request = StageRequest(StageFormats(self.plain_format, handed_on), taps_block, self._num_saved(block))
+            formats = StageFormats(self.plain_format, handed_on)
+            request = StageRequest(formats, taps_block, *self._saved_by_default(block))
             stage = choose.join(block, consumer, self.x, request)
             if stage is None:
                 self.call_next()
@@ -90,6 +91,8 @@ class _Walk:
             if taps_block:
                 self._use_plain_format()
             plain_format = self.plain_format or memory_format_of(self.x)
+            if stage.after is not None:
+                self._forget_comparisons()
             self.x, *features = stage.run(self.x)
             if taps_block:
                 (self.outputs[name],) = features
@@ -98,16 +101,19 @@ class _Walk:
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
 
-    def _num_saved(self, block: nn.Module) -> int:
-        """How many layers of `block` save their bottlenecks by default."""
-        if block is self.first_block:
-            self.num_saved = (
-                {} if self.taps else choose.num_saved([module for _, module in self.modules[self.position :]], self.x)
-            )
-        return self.num_saved.get(block, 0)
+    def _saved_by_default(self, block: nn.Module) -> tuple[int, Kept | None]:
+        """How many layers of `block` save their bottlenecks by default, and what is kept of its stage, if its modules
+        have been compared and none has been called since."""
+        if block is self.first_block and not self.taps:
+            self.saved_by_default = choose.num_saved([module for _, module in self.modules[self.position :]], self.x)
+        return self.saved_by_default.get(block, (0, None))
+
+    def _forget_comparisons(self) -> None:
+        self.saved_by_default = {block: (number, None) for block, (number, _) in self.saved_by_default.items()}
 
     def call_next(self) -> None:
         self._use_plain_format()
+        self._forget_comparisons()
         name, module = self.modules[self.position]
         self.x = module(self.x)
         self.position += 1

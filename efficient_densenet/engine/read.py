@@ -21,12 +21,12 @@ from ..norms.sync_batch_norm import is_synchronized
 from .changed_modules import HOOKS, why_not_global_changes
 from .parts import BlockParts, is_norm
 from .refuse import joined_consumer, separate_consumer, shared_parts
-from .saving import BlockSizes, block_sizes
+from .saving import StageSizes, stage_sizes
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StageFormats, StagePlan
 from .stem import StemPlan, stem_at_the_start
 
-Plan = TypeVar("Plan", StagePlan, StemPlan, BlockSizes)
+Plan = TypeVar("Plan", StagePlan, StemPlan, StageSizes)
 
 _MOST_PLANS = 32
 """Of one module: for other dtypes, numbers of dimensions, memory formats, precisions and consumers."""
@@ -43,7 +43,7 @@ class _Plans:
 
     def __init__(self, owner: nn.Module) -> None:
         self.owner = weakref.ref(owner)
-        self.by_key: dict[tuple, _Kept] = {}
+        self.by_key: dict[tuple, Kept] = {}
 
     def __reduce__(self) -> tuple:
         return dict, ()
@@ -65,11 +65,13 @@ class StageRequest(NamedTuple):
         return_features: whether it returns the block's output too.
         num_saved: how many of its layers, the last ones, save their bottlenecks if they leave it open; None where no
             layer saves any, since there is no backward.
+        compared: what was kept of the same modules, if this forward has compared them and called none since.
     """
 
     formats: StageFormats
     return_features: bool = False
     num_saved: int | None = 0
+    compared: "Kept | None" = None
 
 
 USUAL = StageRequest(FORMATS_OF_X)
@@ -87,21 +89,23 @@ def read_stage(
     if block is not None and block._forward_pre_hooks:  # of fully_shard, which may gather and cast parameters
         return read()
     roots = [module for module in (block, consumer) if module is not None]
-    return _keep(roots, (block is None, *request), x, read)
+    *settings, compared = request
+    return _keep(roots, (block is None, *settings), x, read, compared)[0]
 
 
 def read_stem(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
     """How the shared engine runs the first four of `modules` on x as one node, or None where it cannot."""
     if len(modules) < 4:
         return None
-    plan = _keep(modules[:4], ("stem", len(x) == 1, tuple(x.shape[2:])), x, lambda: stem_at_the_start(modules, x) or "")
+    settings = "stem", len(x) == 1, tuple(x.shape[2:])
+    plan, _ = _keep(modules[:4], settings, x, lambda: stem_at_the_start(modules, x) or "")
     return None if isinstance(plan, str) else plan
 
 
-def read_sizes(block: nn.Module, x: Tensor) -> BlockSizes | None:
-    """The sizes of a block, or None where its parts are not known."""
-    sizes = _keep([block], ("sizes",), x, lambda: block_sizes(block) or "")
-    return None if isinstance(sizes, str) else sizes
+def read_sizes(block: nn.Module, consumer: nn.Module, x: Tensor) -> "tuple[StageSizes | None, Kept | None]":
+    """The sizes of a stage, or None where its parts are not known; and what is kept of its modules."""
+    sizes, kept = _keep([block, consumer], ("sizes",), x, lambda: stage_sizes(block, consumer) or "")
+    return None if isinstance(sizes, str) else sizes, kept
 
 
 def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, request: StageRequest) -> StagePlan | str:
@@ -135,10 +139,17 @@ def _saving(block: BlockParts, num_saved: int | None) -> BlockParts:
     return replace(block, layers=tuple(layers))
 
 
-def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[[], Plan | str]) -> Plan | str:
-    """The kept plan of the modules `roots` on x, or what `read` returns, which is kept if it is a plan."""
+def _keep(
+    roots: Sequence[nn.Module],
+    request: tuple,
+    x: Tensor,
+    read: Callable[[], Plan | str],
+    compared: "Kept | None" = None,
+) -> "tuple[Plan | str, Kept | None]":
+    """The plan of the modules `roots` on x: a kept one, or what `read` returns, which is kept if it is a plan. And what
+    is kept with it."""
     if torch.compiler.is_compiling() or any(hasattr(type(root), "lives_for_one_forward") for root in roots):
-        return read()
+        return read(), None
     first, *others = roots
     states = [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")]
     precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x), memory_format_of(x)
@@ -146,15 +157,17 @@ def _keep(roots: Sequence[nn.Module], request: tuple, x: Tensor, read: Callable[
     key = (*map(weakref.ref, others), *request, *states, *precision, x.dim(), x.shape[1], has_one_pixel)
     plans = _Plans.of(first)
     kept = plans.by_key.get(key)
-    if kept is not None and kept.is_current(roots):
-        return cast(Any, kept.plan)
+    if kept is not None and kept.is_current(roots, compared):
+        return cast(Any, kept.plan), kept
     plan = read()
-    if not isinstance(plan, str):
-        kept = None if any(map(_must_be_read, roots)) else _Kept(roots, plan, first_may_have_hooks=request[0] is False)
-        if kept is not None and kept.is_current(roots):  # not with hooks inside
-            rest = {} if len(plans.by_key) >= _MOST_PLANS else plans.by_key
-            plans.by_key = rest | {key: kept}  # a new dict: other threads may read the old one
-    return plan
+    if isinstance(plan, str) or any(map(_must_be_read, roots)):
+        return plan, None
+    kept = Kept(roots, plan, first_may_have_hooks=request[0] is False)
+    if not kept.is_current(roots, compared):  # with hooks inside
+        return plan, None
+    rest = {} if len(plans.by_key) >= _MOST_PLANS else plans.by_key
+    plans.by_key = rest | {key: kept}  # a new dict: other threads may read the old one
+    return plan, kept
 
 
 def forget(model: nn.Module) -> None:
@@ -189,7 +202,7 @@ _PLAIN = bool, int, float, str, type(None), torch.dtype, torch.device
 _hooks, _children, _tensors = itemgetter(*HOOKS), itemgetter("_modules"), itemgetter("_parameters", "_buffers")
 
 
-class _Kept:
+class Kept:
     """A plan, and the state of the modules for which it was made.
 
     It refers to no module of `roots`, so that these are freed at once where nothing else makes a cycle. Tensors are not
@@ -197,8 +210,9 @@ class _Kept:
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan | BlockSizes, first_may_have_hooks: bool
+        self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan | StageSizes, first_may_have_hooks: bool
     ) -> None:
+        self.equal: Kept | None = None
         self.plan, self.first_checked = plan, int(first_may_have_hooks)
         inside = [module for root in roots for module in root.modules()]
         self.inside = [module for module in inside if not any(module is root for root in roots)]
@@ -214,25 +228,35 @@ class _Kept:
         self.references = [_reference(attributes[i][name]) for i, name in self.objects]
         self.tensors = _kinds(plan)
 
-    def is_current(self, roots: Sequence[nn.Module]) -> bool:
-        """Whether a plan that was made now would be the same."""
+    def is_current(self, roots: Sequence[nn.Module], compared: "Kept | None" = None) -> bool:
+        """Whether a plan that was made now would be the same.
+
+        `compared` is current: if it was so too when the modules were compared with this plan, they are not compared
+        again.
+        """
+        try:
+            if compared is None or compared is not self.equal:
+                if not self._has_state_of(roots):
+                    return False
+                self.equal = compared
+            return _kinds(self.plan) == self.tensors
+        except KeyError:  # of an attribute or a tensor that was removed
+            return False
+
+    def _has_state_of(self, roots: Sequence[nn.Module]) -> bool:
         modules = [*roots, *self.inside]
         attributes = list(map(vars, modules))
         called = attributes[self.first_checked :]
-        try:
-            return (
-                list(map(type, modules)) == self.classes
-                and list(map(len, attributes)) == self.sizes
-                and not any(chain.from_iterable(map(_hooks, called)))
-                and _are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)
-                and list(map(tuple, map(_children, attributes))) == self.names
-                and _are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)
-                and self._settings(attributes) == self.settings
-                and _are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)
-                and _kinds(self.plan) == self.tensors
-            )
-        except KeyError:  # of an attribute or a tensor that was removed
-            return False
+        return (
+            list(map(type, modules)) == self.classes
+            and list(map(len, attributes)) == self.sizes
+            and not any(chain.from_iterable(map(_hooks, called)))
+            and _are_same(chain.from_iterable(map(dict.values, map(_children, attributes))), self.children)
+            and list(map(tuple, map(_children, attributes))) == self.names
+            and _are_same(chain.from_iterable(map(_tensors, attributes)), self.dicts)
+            and self._settings(attributes) == self.settings
+            and _are_same([_reference(attributes[i][name]) for i, name in self.objects], self.references)
+        )
 
     def _settings(self, attributes: Sequence[dict[str, Any]]) -> list[Any]:
         return [settings_of(each) for settings_of, each in zip(self.settings_of, attributes, strict=True)]
@@ -264,7 +288,7 @@ def _reference(value: Any) -> Any:
         return value
 
 
-def _kinds(plan: StagePlan | StemPlan | BlockSizes) -> tuple[list, list, list]:
+def _kinds(plan: StagePlan | StemPlan | StageSizes) -> tuple[list, list, list]:
     """What a plan takes for granted about its tensors, which may be others in each forward."""
     tensors = [values[name] for values, name in plan.places]
     present = [tensor for tensor in tensors if tensor is not None]

@@ -1,8 +1,11 @@
-"""Which bottlenecks are saved although nobody asks for it: those that leave a step's peak as it is.
+"""What the best engine saves although nobody asks for it: what leaves a step's peak as it is, or is small.
 
 A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
 have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
+
+On few pixels a step holds little but weights and their gradients, and takes the time of reading them. All bottlenecks
+are saved where they are small beside the weights. A stage whose plain modules save hardly anything runs them.
 """
 
 import math
@@ -15,10 +18,17 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
-from .parts import NoPartsError, consumer_parts, parts_of
+from .parts import LayerParts, NoPartsError, consumer_parts, parts_of
 
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
+
+ALL_BOTTLENECKS = 1 / 2
+"""All bottlenecks are saved if they have at most this fraction of the weights' values."""
+
+PLAIN_VALUES, PLAIN_VALUES_PORTABLE = 1 / 16, 2.0
+"""A stage's plain modules run on a CPU if they save at most this multiple of its weights' values, by kernels: portable
+ones take longer."""
 
 
 class BlockSizes(NamedTuple):
@@ -42,11 +52,6 @@ class BlockSizes(NamedTuple):
     def width(self) -> int:
         return max((width for _, width in self.layers), default=0)
 
-    @property
-    def places(self) -> tuple[()]:
-        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
-        return ()
-
 
 class ConsumerSizes(NamedTuple):
     """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
@@ -55,11 +60,24 @@ class ConsumerSizes(NamedTuple):
     channels: int | None
 
 
-StageSizes = tuple[BlockSizes, ConsumerSizes]
+class StageSizes(NamedTuple):
+    block: BlockSizes
+    consumer: ConsumerSizes
+
+    @property
+    def places(self) -> tuple[()]:
+        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
+        return ()
 
 
-def block_sizes(block: nn.Module) -> BlockSizes | None:
-    """The sizes of a block, by its convolutions alone; None where its parts are not known."""
+def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
+    """The sizes of a stage; None where its parts are not known."""
+    of_block, of_consumer = _block_sizes(block), _consumer_sizes(consumer)
+    return None if of_block is None or of_consumer is None else StageSizes(of_block, of_consumer)
+
+
+def _block_sizes(block: nn.Module) -> BlockSizes | None:
+    """The sizes of a block, by its convolutions alone."""
     try:
         parts = parts_of(block)
     except NoPartsError:
@@ -80,25 +98,22 @@ def block_sizes(block: nn.Module) -> BlockSizes | None:
     )
 
 
-def consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
-    """The sizes of a consumer; None where its parts are not known."""
+def _consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
     parts = consumer_parts(consumer)
     if parts is None or not isinstance(parts.conv, (_ConvNd, type(None))):
         return None
     return ConsumerSizes(parts.pools, None if parts.conv is None else parts.conv.out_channels)
 
 
-def num_saved(
-    blocks: Sequence[BlockSizes | None], consumers: Sequence[ConsumerSizes | None], x: Tensor
-) -> Sequence[int]:
-    """For each block how many of its layers, the last ones, save their bottlenecks.
+def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int]:
+    """For each stage how many of its layers, the last ones, save their bottlenecks.
 
-    The blocks are all of a network, each with its consumer after it; x is the input of the first.
+    The stages are all of a network; x is the input of the first.
     """
-    stages = tuple((block, consumer) for block, consumer in zip(blocks, consumers, strict=True) if block and consumer)
-    if len(stages) < len(blocks):
-        return [0] * len(blocks)
-    return _num_saved(stages, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
+    known = tuple(stage for stage in stages if stage is not None)
+    if len(known) < len(stages):
+        return [0] * len(stages)
+    return _num_saved(known, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
 
 
 @lru_cache(maxsize=256)
@@ -120,6 +135,9 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
     if not all(block.trains for block, _ in stages):
         return counts
     layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
+    all_bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
+    if all_bottlenecks <= ALL_BOTTLENECKS * sum(block.weights for block, _ in stages):
+        spare, full = [all_bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width
         if i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
@@ -128,3 +146,11 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
             counts[i] += 1
             spare[i:] = [each - size for each in spare[i:]]
     return counts
+
+
+def plain_pixels(layers: Sequence[LayerParts]) -> float:
+    """The pixels of a batch for which the plain modules of these layers save as many values as the weights of their
+    convolutions have: a norm's input and its output for each."""
+    weights = [conv.weight for layer in layers for conv in layer.convolutions]
+    saved = 2 * sum(weight.shape[1] for weight in weights)
+    return sum(weight.numel() for weight in weights) / saved if saved else 0.0

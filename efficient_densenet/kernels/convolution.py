@@ -19,9 +19,11 @@ IM2COL_BYTES = 1 << 18
 
 def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     """The convolution of images in channels_last."""
+    if _are_signals_on_cpu(images):
+        return conv3x3(images.unsqueeze(2), weight.unsqueeze(2), dilation).squeeze(2)
     if _by_im2col(images, dilation):
         return im2col_conv3x3(images, weight)
-    return dimensions_of(images).conv(images, weight, padding=dilation, dilation=dilation)
+    return dimensions_of(images).conv(images, weight, padding=_padding(weight, dilation), dilation=dilation)
 
 
 def conv3x3_gradients(
@@ -32,6 +34,10 @@ def conv3x3_gradients(
         tensors = grad_output.float(), images.float(), weight.float()
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
         return grad_input.to(images.dtype), None if grad_weight is None else grad_weight.to(images.dtype)
+    if _are_signals_on_cpu(images):
+        tensors = grad_output.unsqueeze(2), images.unsqueeze(2), weight.unsqueeze(2)
+        grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
+        return grad_input.squeeze(2), None if grad_weight is None else grad_weight.squeeze(2)
     if _by_im2col(images, dilation):
         weight = weight.contiguous(memory_format=torch.channels_last)
         mask = [True, needs_grad_weight, False]
@@ -44,12 +50,22 @@ def gradients(
     grad_output: Tensor, images: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of any convolution whose padding keeps the spatial size."""
-    padding = [size // 2 * dilation for size in weight.shape[2:]]
+    padding = _padding(weight, dilation)
     stride, output_padding, dilations = ([size] * len(padding) for size in (1, 0, dilation))
     mask = [True, needs_grad_weight, False]
     settings = None, stride, padding, dilations, False, output_padding, 1, mask
     grad_input, grad_weight, _ = torch.ops.aten.convolution_backward(grad_output, images, weight, *settings)
     return grad_input, grad_weight if needs_grad_weight else None
+
+
+def _padding(weight: Tensor, dilation: int) -> list[int]:
+    """The padding that keeps the spatial size."""
+    return [size // 2 * dilation for size in weight.shape[2:]]
+
+
+def _are_signals_on_cpu(images: Tensor) -> bool:
+    """Whether these are signals that oneDNN reads in place as images of one row: PyTorch would copy them to NCL."""
+    return images.dim() == 3 and device_type(images) == "cpu"
 
 
 def _by_im2col(images: Tensor, dilation: int) -> bool:

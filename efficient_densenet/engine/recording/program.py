@@ -18,20 +18,23 @@ from . import slab
 from .recorder import Allocation, Launch, Operation, Place, Recorder, mapped
 
 SMALL_RUN_BYTES = 1 << 22
-"""The most that a run on a CPU allocates in all if it allocates everything at first, temporaries as a slab, and frees
-nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
-from the system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
+"""The most that a run on a CPU holds if it allocates everything at first, temporaries as a slab, and frees nothing
+before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages from the
+system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
 
 Allocate = Callable[[], Tensor]
 Step = Callable[[Any], None]
 """A step of a `Run`."""
 
 _FUNCTIONS = {
+    torch.ops.aten.cat.default: torch.cat,
+    torch.ops.aten.convolution.default: torch.convolution,
     torch.ops.aten.copy_.default: Tensor.copy_,
     torch.ops.aten.mul_.Tensor: Tensor.mul_,
     torch.ops.aten.sub.out: torch.sub,
+    torch.ops.aten.zero_.default: Tensor.zero_,
 }
-"""PyTorch's own bindings of the operations of each layer, which take half the time of an operation's general call."""
+"""PyTorch's own bindings of frequent operations, which take half the time of an operation's general call, or less."""
 
 
 class Run:
@@ -98,9 +101,12 @@ class _Builder:
         allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
         on_cpu = recorder.device.type == "cpu"
-        is_small = on_cpu and sum(each.nbytes for each in new.values()) <= SMALL_RUN_BYTES
+        self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in allocated - kept})
+        others = sum(each.nbytes for number, each in new.items() if number not in self.offsets)
+        is_small = on_cpu and self.slab_bytes + others <= SMALL_RUN_BYTES
         is_early = allocated if is_small or not on_cpu else set[int]()
-        self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in is_early - kept})
+        if not is_early:
+            self.offsets, self.slab_bytes = {}, 0
         self.early = [(number, self._allocation(number)) for number in sorted(is_early & kept)]
         self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
         self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))

@@ -275,6 +275,15 @@ class BatchStatisticsArguments:
     statistics: Statistics
 
 
+class CenterArguments:
+    openmp: OpenMP
+    rows: int
+    channels: int
+    values: Matrix
+    mean: Address
+    output: Matrix
+
+
 class BatchNormGradInputArguments:
     openmp: OpenMP
     rows: int

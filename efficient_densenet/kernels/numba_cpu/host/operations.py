@@ -33,7 +33,7 @@ from .launch import gemm_address, launch, openmp_functions
 from .tiling import Tiles
 
 affine_forward = portable.affine_forward
-arranged_weights, center = portable.arranged_weights, portable.center
+arranged_weights = portable.arranged_weights
 images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
 norm_activation_max_pool = portable.norm_activation_max_pool
 norm_activation_max_pool_reduce = portable.norm_activation_max_pool_reduce
@@ -52,6 +52,17 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
         *_statistics(statistics, memory, tiles),
     )
     launch(kernels.batch_statistics, values, tiles.threads, record)
+
+
+def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
+    if values.dtype != output.dtype:
+        portable.center(values, mean, output)
+        return
+    record = (
+        *(*openmp_functions(), *values.shape, *arguments.Matrix.of(values), mean),
+        *arguments.Matrix.output(output),
+    )
+    launch(kernels.center, values, tiling.for_statistics(values).threads, record)
 
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:

@@ -19,6 +19,12 @@ TILE = 192
 TILE_BYTES = 1 << 21
 """The most bytes of a tile's scratch, unless a quarter of `TILE` rows needs more."""
 
+PACKED_VALUES = 1 << 14
+"""The values of a weight for which another thread is worth it, even if they are multiplied by few rows."""
+
+PACKING_ROWS = 64
+"""The rows whose product with a weight takes the time of packing it."""
+
 _FLOAT64_BYTES = 8
 """Partial sums are in float64."""
 
@@ -68,13 +74,13 @@ def for_forward(rows: int, weight: Tensor, has_statistics: bool, window: int = 1
     """The tiles of `rows` rows of the input of a convolution's forward. With a halo, products for all taps come first.
 
     Two neighboring threads both compute the halo between them: fewer threads run if it exceeds a quarter of a thread's
-    rows. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's sums. A pooled row of
-    narrow operands is rounded from a buffer too.
+    rows, to which packing adds. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's
+    sums. A pooled row of narrow operands is rounded from a buffer too.
     """
     itemsize, operand_itemsize = _itemsizes(weight)
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, is_narrow = whole_panels(taps * out_channels, itemsize), weight.itemsize < itemsize
-    threads = min(_num_threads(rows), max(1, rows // (4 * halo or 1)))
+    threads = min(_num_threads(rows, weight), max(1, (rows + PACKING_ROWS) // (4 * halo or 1)))
     per_row = padded_stride(in_channels, operand_itemsize) * operand_itemsize // itemsize
     row_sums = _pooled_row(in_channels, itemsize, operand_itemsize, window)
     if halo:
@@ -98,7 +104,7 @@ def for_backward(
     itemsize, operand_itemsize = _itemsizes(weight)
     out_channels, in_channels, taps = conv_sizes(weight)
     columns, in_columns = (whole_panels(each, itemsize) for each in (taps * out_channels, in_channels))
-    threads = _num_threads(rows)
+    threads = _num_threads(rows, weight)
     strides = ((padded_stride(each, itemsize), padded_stride(each, operand_itemsize)) for each in (columns, in_columns))
     per_row = sum(buffer_stride(*each, itemsize // operand_itemsize) for each in strides)
     tile_rows = _tile_rows(threads, rows, per_row * itemsize, window)
@@ -121,9 +127,10 @@ def _itemsizes(weight: Tensor) -> tuple[int, int]:
     return ARITHMETIC[weight.dtype].itemsize, product_of(weight.dtype).operand.itemsize
 
 
-def _num_threads(rows: int) -> int:
-    """The number of threads: at most one for each tile."""
-    return max(1, min(torch.get_num_threads(), -(-rows // TILE)))
+def _num_threads(rows: int, weight: Tensor | None = None) -> int:
+    """The number of threads: at most one for each tile, or for few rows each part of a weight that they pack."""
+    parts = 0 if weight is None else min(rows, weight.numel() // PACKED_VALUES)
+    return max(1, min(torch.get_num_threads(), max(-(-rows // TILE), parts)))
 
 
 def _pooled_row(in_channels: int, itemsize: int, operand_itemsize: int, window: int) -> int:

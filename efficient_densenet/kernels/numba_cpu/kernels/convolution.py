@@ -1,7 +1,6 @@
 """Functions for the kernels of 1×1, 3×3 and pooled convolutions: products of a tile, and the gradient of the weight."""
 
-from ..compiler.intrinsics import call_subroutine, compiled, inlined
-from .gemm import TRANSPOSE_BLOCK
+from ..compiler.intrinsics import call_subroutine, compiled, inlined, pointer
 from .memory import (
     cells,
     clear,
@@ -17,6 +16,9 @@ from .memory import (
 from .threads import partition
 
 OVERWRITE, ACCUMULATE = 0, 1
+
+_TRANSPOSE_BLOCK = 16
+"""The number of a weight's input channels whose gradient is transposed at once, for all taps, in the L1 cache."""
 
 
 @inlined
@@ -70,8 +72,9 @@ def grad_activation(weight, rows, grad, stride, output, zero):
 
 
 @inlined
-def add_grad_weight(conv, thread, tile, rows, activation, grad, stride, zero):
-    """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile.
+def add_grad_weight(conv, thread, tile, rows, activation, grad, stride, is_first, zero):
+    """The thread's split-K partial sum of grad_weight's transpose: += activation.T @ grad, over the rows of a tile, or
+    `=` for the first tile.
 
     (in_channels, rows) @ (rows, taps · out_channels) is tall rather than wide, which processors multiply faster. If a
     cell is two operands, two rows are interleaved into it first, in memory after the `tile` rows of each matrix.
@@ -84,7 +87,7 @@ def add_grad_weight(conv, thread, tile, rows, activation, grad, stride, zero):
         interleave_rows(grad, rows, stride, columns, b, stride_of(columns, zero), operand)
         a_stride, b_stride = stride_of(channels, zero), stride_of(columns, zero)
     partials = offset(conv.grad_weight.partials, thread * channels * columns, zero)
-    operands = a, 1, a_stride, b, b_stride, ACCUMULATE, partials, columns
+    operands = a, 1, a_stride, b, b_stride, OVERWRITE if is_first else ACCUMULATE, partials, columns
     call_subroutine(conv.weight.gemm, (channels, columns, cells(rows, operand, zero), *operands, zero))
 
 
@@ -102,19 +105,20 @@ def reduce_grad_weight(conv, thread, threads, zero):
     """
     channels, width, taps = conv.input.channels, conv.weight.out_channels, conv.weight.taps
     columns = weight_columns(conv.weight, zero)
-    result = elements(conv.grad_weight.result, 0, width * channels * taps, zero)
+    result = pointer(conv.grad_weight.result, 0, zero)
     first, last = partition(channels, thread, threads)
-    for start in range(first, last, TRANSPOSE_BLOCK):
-        count = min(TRANSPOSE_BLOCK, last - start)
+    for start in range(first, last, _TRANSPOSE_BLOCK):
+        count = min(_TRANSPOSE_BLOCK, last - start)
         total = elements(conv.grad_weight.partials, start * columns, count * columns, zero)
         for i in range(1, threads):
             partial = elements(conv.grad_weight.partials, (i * channels + start) * columns, count * columns, zero)
             for j in range(count * columns):
                 total[j] += partial[j]
+        sums = pointer(conv.grad_weight.partials, start * columns, zero)
         for o in range(width):
             for k in range(taps):
                 to = (o * channels + start + 1) * taps - 1 - k
                 for c in range(count):
                     # In the plain convolution, values that are not finite meet zeros of the padding: NaN in every tap.
-                    padding = total[c * columns + taps // 2 * width + o] * zero if taps > 1 else zero
-                    result[to + c * taps] = total[c * columns + k * width + o] + padding
+                    padding = sums[c * columns + taps // 2 * width + o] * zero if taps > 1 else zero
+                    result[to + c * taps] = sums[c * columns + k * width + o] + padding

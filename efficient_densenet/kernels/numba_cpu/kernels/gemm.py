@@ -6,7 +6,7 @@ A tile's products are too small for a BLAS: its overhead for each call would tak
 import math
 
 from ..compiler.compilation import subroutine
-from ..compiler.intrinsics import compiled, stack_bytes
+from ..compiler.intrinsics import compiled, pointer, stack_bytes
 from ..compiler.processor import has
 from .memory import PANEL_BYTES, cells, elements, itemsize, panel_columns, vnni_factor
 from .micro_kernel import register_block, register_blocks
@@ -23,9 +23,6 @@ _K_BLOCK = 256
 _M_BLOCK = 96
 """The number of rows of C that are computed for one panel after another, while their part of A stays in a cache: a
 multiple of every MR."""
-
-TRANSPOSE_BLOCK = 64
-"""The number of a weight's channels that are transposed at once, so that they stay in a cache."""
 
 
 def _row_of_blocks(panels: int, blocks: dict[int, int], pairs: bool):
@@ -119,31 +116,30 @@ def pack_weight(weight, thread, threads, zero):
 
     Forward, B is (in_channels, taps · out_channels). Transposed, for the gradient of the input, it is
     (taps · out_channels, in_channels), its taps in reverse. A panel holds `PANEL_BYTES` of every row of cells, one row
-    after another; cells beyond the last row and column are padded with zeros. Blocks of `TRANSPOSE_BLOCK`
-    channels are transposed at a time.
+    after another; cells beyond the last row and column are padded with zeros. The channels of one panel are packed at a
+    time, for all taps: what is read and written for the next output channel is then in the L1 cache.
     """
     channels, width, taps, operand = weight.in_channels, weight.out_channels, weight.taps, weight.operand
     panel, factor = PANEL_BYTES // itemsize(zero), vnni_factor(operand, zero)
     rows, columns = (taps * width, channels) if weight.transposed else (channels, taps * width)
     cell_rows = cells(rows, operand, zero)
     first, last = partition(channels, thread, threads)
-    values = elements(weight.weight, 0, width * channels * taps, weight.element)
-    packed = elements(weight.panels, 0, cell_rows * panel_columns(columns, zero) * factor, operand)
-    for start in range(first, last, TRANSPOSE_BLOCK):
-        stop = min(start + TRANSPOSE_BLOCK, last)
-        for k in range(taps):
-            for o in range(width):
-                at, row, column = o * channels * taps + k, (taps - 1 - k) * width + o, k * width + o
+    packed, start = pointer(weight.panels, 0, operand), first
+    while start < last:
+        stop = min((start // panel + 1) * panel, last)
+        for o in range(width):
+            for k in range(taps):
+                row, column = (taps - 1 - k) * width + o, k * width + o
+                values = pointer(weight.weight, (o * channels + start) * taps + k, weight.element)
                 if weight.transposed:
-                    to, half = row // factor, row % factor
-                    for c in range(start, stop):
-                        packed[((c // panel * cell_rows + to) * panel + c % panel) * factor + half] = values[
-                            at + c * taps
-                        ]
+                    to = (start // panel * cell_rows + row // factor) * panel + start % panel
+                    for c in range(stop - start):
+                        packed[(to + c) * factor + row % factor] = values[c * taps]
                 else:
                     to = column // panel * cell_rows * panel + column % panel
                     for c in range(start, stop):
-                        packed[(to + c // factor * panel) * factor + c % factor] = values[at + c * taps]
+                        packed[(to + c // factor * panel) * factor + c % factor] = values[(c - start) * taps]
+        start = stop
     if thread == 0:
         for row in range(cell_rows * factor):
             for column in range(columns if row < rows else 0, panel_columns(columns, zero)):

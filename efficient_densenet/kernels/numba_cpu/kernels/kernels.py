@@ -23,7 +23,7 @@ from .convolution import (
 )
 from .gemm import pack_weight
 from .im2col import col2im, im2col
-from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
+from .memory import buffer_stride_of, convert, copy, elements, offset, pad_cells, row_of, stride_of
 from .pooling import pooled_affine_activation
 from .statistics import clear_statistics, reduce_statistics, update_statistics
 from .threads import barrier, partition, this_thread
@@ -40,6 +40,19 @@ def batch_statistics(record):
         stop = min(start + args.tile, last)
         update_statistics(args.statistics, args.values, thread, start, stop)
     reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, args.zero)
+
+
+@kernel(arguments.CenterArguments)
+def center(record):
+    """output = values − mean, matrices of (pixels, channels)."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    mean = elements(args.mean, 0, args.channels, args.zero)
+    for row in range(first, last):
+        values, output = row_of(args.values, row, 0, args.channels), row_of(args.output, row, 0, args.channels)
+        for j in range(args.channels):
+            output[j] = values[j] - mean[j]
 
 
 @kernel(arguments.BatchNormGradInputArguments)
@@ -158,7 +171,7 @@ def conv_backward(record):
     pack_weight(conv.weight, thread, threads, zero)
     affine_vectors(conv.input, thread, threads, zero)
     clear_sums(conv.gradients, thread)
-    if conv.grad_weight.result:
+    if conv.grad_weight.result and first == last:
         clear_grad_weight(conv, thread, zero)
     if next_conv.output.data:
         pack_weight(next_conv.weight, thread, threads, zero)
@@ -169,7 +182,7 @@ def conv_backward(record):
         _fill_grad(args, start, stop, grad, stride)
         if conv.grad_weight.result:
             _fill_activation(args, thread, start, stop, activation)
-            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, zero)
+            add_grad_weight(conv, thread, args.tile, stop - start, activation, grad, stride, start == first, zero)
         grad_stride = grad_activation(conv.weight, stop - start, grad, stride, activation, zero)
         accumulate_grad(args, thread, start, stop, activation, grad_stride, zero)
         if next_conv.output.data:
@@ -231,5 +244,8 @@ def _row_buffer(scratch, thread, count, zero):
     return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
-ALL = conv_backward, conv1x1_forward, conv3x3_forward, batch_statistics, affine_backward, batch_norm_grad_input
+ALL = (
+    *(conv_backward, conv1x1_forward, conv3x3_forward, batch_statistics, affine_backward, batch_norm_grad_input),
+    center,
+)
 """All kernels. Those that take the longest to compile come first."""

@@ -86,6 +86,13 @@ def tile_offsets(row, stride, channel):
 
 
 @triton.jit
+def load_tile(matrix, start, num_rows, stride, tile_row, channel, channel_mask):
+    """The tile of a matrix that begins at row `start`, zero past its last row."""
+    mask = (tile_row < num_rows - start)[:, None] & channel_mask[None, :]
+    return tl.load(matrix + tl.cast(start, tl.int64) * stride + tile_offsets(tile_row, stride, channel), mask, 0.0)
+
+
+@triton.jit
 def grad_output_operand(output, grad_accum, offset, mask, slope, constant, r, w, PRECISION: tl.constexpr):
     """slope · output + constant + r · grad_accum as an operand of products."""
     grad = tl.load(grad_accum + offset, mask, 0.0).to(tl.float32)
@@ -132,6 +139,7 @@ def conv1x1_backward(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_REST: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):
     """The backward of `conv1x1_forward`, with y = f(z) and z = norm(values).
 
@@ -144,6 +152,7 @@ def conv1x1_backward(
     partial_grad_weight[splits, OUT_CHANNELS, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
     The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
+    With PREFETCH, grad_accum is loaded a tile ahead, and sums over the rows of tiles are taken once, after the loop.
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
@@ -173,12 +182,20 @@ def conv1x1_backward(
         )
         grad_weight_rest = tl.zeros((BLOCK_REST, BLOCK_CHANNELS), tl.float32)
 
-    grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
+    begin, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
+    if PREFETCH:
+        grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
+        ahead = load_tile(grad_accum, begin, num_rows, accum_stride, tile_row, channel, channel_mask)
+    else:
+        grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
+    product_sum = grad_sum
+    for start in range(begin, num_rows, step):
         first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
         mask = row_mask & channel_mask[None, :]
+        if PREFETCH:
+            before = ahead.to(tl.float32)
+            ahead = load_tile(grad_accum, start + step, num_rows, accum_stride, tile_row, channel, channel_mask)
         out_tile, out_accum_tile = output + first * OUT_CHANNELS, output_grad_accum + first * OUT_CHANNELS
         x = tl.load(values + first * values_stride + tile_offsets(tile_row, values_stride, channel), mask, 0.0)
         z = x.to(tl.float32) * scale + shift
@@ -199,9 +216,16 @@ def conv1x1_backward(
             grad = tl.dot(grad_rest, w_rest, grad, input_precision=PRECISION)
         grad = grad_before_activation(grad, activation, z, ACTIVATION, A, B)
         accum_tile = grad_accum + first * accum_stride + tile_offsets(tile_row, accum_stride, channel)
-        accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
-        grad_sum += tl.sum(grad, 0)
-        product_sum += tl.sum(grad * x.to(tl.float32), 0)
+        if PREFETCH:
+            tl.store(accum_tile, before + grad * accum_scale, mask)
+            grad_sum += grad
+            product_sum += grad * x.to(tl.float32)
+        else:
+            accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
+            grad_sum += tl.sum(grad, 0)
+            product_sum += tl.sum(grad * x.to(tl.float32), 0)
+    if PREFETCH:
+        grad_sum, product_sum = tl.sum(grad_sum, 0), tl.sum(product_sum, 0)
     split = tl.program_id(1).to(tl.int64)
     if NEEDS_GRAD_WEIGHT:
         partial_grad_weight += split * OUT_CHANNELS * channels

@@ -224,12 +224,14 @@ def conv3x3_grad_weight(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    STEPPED: tl.constexpr,
 ):
     """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ f(batch_norm(values)) (split-K).
 
     The columns are the im2col of grad_output, which is narrower than the activation: column tap · out_channels + o of
     row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge is thus multiplied by zeros for
     the taps that point outside, so that the grad_weight of all taps becomes NaN.
+    With STEPPED, the y and x of rows come from those of the tile before: divisions take a quarter of the instructions.
     Grid: (column tiles, channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -241,18 +243,30 @@ def conv3x3_grad_weight(
     column_mask, channel_mask = tap < 9, channel < channels
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
-    for start in range(tl.program_id(2) * BLOCK_ROWS, num_rows, tl.num_programs(2) * BLOCK_ROWS):
+    begin, step = tl.program_id(2) * BLOCK_ROWS, tl.num_programs(2) * BLOCK_ROWS
+    if STEPPED:
+        row = begin + tl.arange(0, BLOCK_ROWS)
+        row_y, row_x = row // width % height, row % width
+        step_y, step_x = step // width % height, step % width
+    for start in range(begin, num_rows, step):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None]
+        if not STEPPED:
+            row_y, row_x = row // width % height, row % width
         activation, _z, _values = load_activation(
             values, row, values_stride, channel, mask & channel_mask[None, :], a, b, ACTIVATION, A, B
         )
-        y, x = (row // width % height)[:, None] - dy, (row % width)[:, None] - dx
+        y, x = row_y[:, None] - dy, row_x[:, None] - dx
         mask = mask & column_mask[None, :] & (y >= 0) & (y < height) & (x >= 0) & (x < width)
         pixel = row[:, None] - dy * width - dx
         tile = tl.load(grad_output + pixel.to(tl.int64) * grad_output_stride + out_channel[None, :], mask, 0.0)
         activation, tile = as_operand(activation, tile, PRECISION), as_operand(tile, tile, PRECISION)
         total = tl.dot(tl.trans(tile), activation, total, input_precision=PRECISION)
+        if STEPPED:
+            row_x += step_x
+            row_y += step_y + (row_x >= width)
+            row_x = tl.where(row_x >= width, row_x - width, row_x)
+            row_y = tl.where(row_y >= height, row_y - height, row_y)
     partial_grad_weight += tl.program_id(2).to(tl.int64) * 9 * OUT_CHANNELS * channels
     mask = column_mask[:, None] & channel_mask[None, :]
     tl.store(partial_grad_weight + offsets(out_channel * 9 + tap, channels, channel), total, mask)

@@ -50,7 +50,7 @@ def backward(
     constants |= {"OUT_CHANNELS": out_channels, "FROZEN": input.norm.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": products.input_precision}
     constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:4]), "OVERWRITE": accumulator.overwrite}
-    constants |= {**tile.constants(), "BLOCK_REST": tile.rest}
+    constants |= {**tile.constants(), "BLOCK_REST": tile.rest, "PREFETCH": tile.prefetch and not accumulator.overwrite}
     tensors = partial_grad_weight, partial_sums, grad_accum, *norm_backward, values, *vectors, weight
     numbers, grid = (1 / grad_output.count, *sizes), (channel_tiles, splits)
     run(conv1x1_kernels.conv1x1_backward, grid, numbers, constants, *tensors)

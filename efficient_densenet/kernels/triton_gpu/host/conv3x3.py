@@ -153,8 +153,8 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     return partial_grad_weight
 
 
-# Tiles for which the kernels, as compiled for the architectures 80 to 120, do not spill. A quarter of a
-# multiprocessor's warps are resident, but for the forward's in TF32, which are fast on an H100 nevertheless. Shared
+# Tiles for which the kernels, as compiled for the architectures 70 to 120, do not spill. A quarter of a
+# multiprocessor's warps are resident, but for the forward's, which in TF32 are fast on an H100 nevertheless. Shared
 # memory is at most 32 KiB a block. Loads are not pipelined (num_stages): they would bypass the L1 cache, in which
 # weights and neighboring pixels are found, and resident blocks have 8 to 20 KiB of loads in flight anyway.
 
@@ -162,18 +162,16 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
 def forward_tile(out_channels: int, products: Precision, num_rows: int, limits: DeviceLimits) -> dict[str, int]:
     """The tile of `conv3x3_forward`. With 64 channels the loop over them is short, which takes the least time unless
     there are many rows for each multiprocessor."""
-    if products is Precision.HALF and out_channels > 16:
-        blocks = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32}
-        # ptxas would spill on 10.0 to fit a third block.
-        return {**blocks, "num_warps": 8, "num_stages": 1, "maxnreg": 128}
     block_out = 16 if out_channels <= 16 else 32
     has_many_rows = num_rows >= 256 * limits.multiprocessors
-    if products is not Precision.TF32:
+    if products is Precision.IEEE:
         block_rows, block_channels = 64, 16
     else:
         block_rows, block_channels = (128, 16) if has_many_rows and block_out == 16 else (64, 64)
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
-    return {**blocks, "num_warps": 4, "num_stages": 1}
+    # By default, ptxas spills on 12.0 to fit a third block.
+    options = {"maxnreg": 192} if products is Precision.HALF and block_out == 32 else {}
+    return {**blocks, "num_warps": 4, "num_stages": 1, **options}
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
@@ -181,21 +179,22 @@ def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -
     fewer."""
     if dtype == torch.float32 and out_channels > 16:
         return {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32, "num_warps": 8, "num_stages": 1}
-    options = {"num_warps": 4, "num_stages": 1}
+    block_rows, options = 64, {"num_warps": 4, "num_stages": 1}
     if dtype == torch.float32:
         block_channels, block_out = 32, 16
         options["maxnreg"] = 128  # by default, ptxas spills on 8.6 and 8.9 to fit a fifth block
     elif out_channels <= 16:
-        block_channels, block_out = 16, 16
+        block_rows, block_channels, block_out = 128, 16, 16
     else:
         block_channels, block_out = 32 if shared_memory >= 128 * KIB else 16, 32
-    return {"BLOCK_ROWS": 64, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out, **options}
+    return {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out, **options}
 
 
 def grad_weight_tile(products: Precision) -> dict[str, int]:
     """The tile of `conv3x3_grad_weight`."""
     block_channels = 32 if products is Precision.IEEE else 64
-    return {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128, "num_warps": 8, "num_stages": 1}
+    blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128}
+    return {**blocks, "STEPPED": False, "num_warps": 8, "num_stages": 1}
 
 
 def channels_last(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -69,7 +69,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
 class Tile(NamedTuple):
     """The tile of a program instance: rows × input channels, and all output channels, in two parts.
 
-    `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
+    `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps. A
+    backward with `prefetch` loads grad_accum a tile ahead.
     """
 
     rows: int
@@ -79,6 +80,7 @@ class Tile(NamedTuple):
     out_channels: int = 0
     rest: int = 0
     num_warps: int = 8
+    prefetch: bool = False
 
     def constants(self) -> dict[str, int]:
         """The tile as constants and options of a launch."""
@@ -106,7 +108,8 @@ class Tile(NamedTuple):
 
 
 # Tiles that compile without spills for sm_75 to sm_120 (tests/test_triton_resources.py), the best first, the smallest
-# last. Those of TF32 to 128 channels are a compromise of what was fast on an H100 (benchmarks/gpu_tiles.py).
+# last. Those of TF32 to 128 channels are a compromise of what was fast on an H100 (benchmarks/gpu_tiles.py). Those of
+# half precision were never measured: they are TF32's, or issue fewer instructions for each value.
 # The keys are the numbers of output channels of a tile.
 FORWARD_TILES = {
     Precision.TF32: {
@@ -114,7 +117,11 @@ FORWARD_TILES = {
         128: [Tile(64, 32, 3, None, num_warps=4)],
         256: [Tile(32, 16, 3, 128)],
     },
-    Precision.HALF: {64: [Tile(128, 32, 3, 128)], 128: [Tile(64, 32, 3, 128)], 256: [Tile(32, 32, 3, 128)]},
+    Precision.HALF: {
+        64: [Tile(128, 32, 3, None, num_warps=4)],
+        128: [Tile(64, 32, 3, None, num_warps=4)],
+        256: [Tile(32, 32, 3, 128)],
+    },
     Precision.IEEE: {64: [Tile(64, 16, 1, 128)], 128: [Tile(32, 32, 1, 128)], 256: [Tile(16, 16, 1, 128)]},
 }
 BACKWARD_TILES = {
@@ -124,7 +131,7 @@ BACKWARD_TILES = {
         256: [Tile(32, 64, 2, None), Tile(16, 64, 2, None), Tile(16, 32, 1, None)],
     },
     Precision.HALF: {
-        64: [Tile(16, 64, 2, 128)],
+        64: [Tile(32, 64, 3, 128), Tile(16, 64, 2, 128)],
         128: [Tile(16, 64, 2, 128)],
         256: [Tile(32, 64, 2, None), Tile(16, 32, 1, None)],
     },
