@@ -93,6 +93,21 @@ def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
     check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype, overwrite=True))
 
 
+@pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])
+def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    case, results = Case((2, 5, 7), 20, 12), []
+    case.weight1x1, case.weight3x3 = (rounded_to_tf32(each).float() for each in (case.weight1x1, case.weight3x3))
+    for rounded in (False, True):
+        tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, rounded=rounded)
+        tile3x3 = {**conv3x3.grad_input_tile(12, torch.float32, 0), "ROUNDED": rounded}
+        monkeypatch.setattr(tiles, "forward_tile", functools.partial(lambda tile, *_: tile, tile))
+        for name in "forward_tile", "grad_input_tile":
+            monkeypatch.setattr(conv3x3, name, functools.partial(lambda tile, *_: tile, tile3x3))
+        results.append(OPERATIONS[operation](triton_kernels, case))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
 def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
     case, results = Case(shape, 20, 12), []
