@@ -31,8 +31,8 @@ from efficient_densenet.memory import tensor_peak
 SIZES = (
     ("densenet_bc_100_12", (2, 32), (64, 512, 4096), 1),
     ("densenet_bc_100_12", (2, 8, 64), (8, 16, 32), 2),
-    ("densenet_bc_100_12", (2, 8), (64, 128), 2),
-    ("densenet_bc_100_12", (2, 8), (8, 16, 32), 3),
+    ("densenet_bc_100_12", (2,), (64, 128), 2),
+    ("densenet_bc_100_12", (2,), (8, 16, 32), 3),
     ("densenet121", (2, 16), (256, 1024, 8192), 1),
     ("densenet121", (2, 8), (32, 64, 128, 224), 2),
     ("densenet121", (16,), (224,), 2),

@@ -51,10 +51,10 @@ class Convolution(NamedTuple):
     """Sizes for which Triton compiles a kernel of their own, as one number."""
 
 
-def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT") -> list[dict[str, int]]:
+def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT", **constants: bool) -> list[dict[str, int]]:
     """Tiles from lines of "rows channels out warps stages"; `third` is the name of the third number."""
     names = "BLOCK_ROWS", "BLOCK_CHANNELS", third, "num_warps", "num_stages"
-    return [dict(zip(names, map(int, each.split()), strict=True)) for each in sizes.strip().splitlines()]
+    return [dict(zip(names, map(int, each.split()), strict=True)) | constants for each in sizes.strip().splitlines()]
 
 
 def conv1x1_tiles(sizes: str, chosen: tiles.Tile) -> list[tiles.Tile]:
@@ -196,7 +196,8 @@ def _convolutions3x3(
     shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
     products, limits = conv1x1.product_precision(weight), tiles.device_limits(case.values.device)
     chosen = conv3x3.forward_tile(out_channels, products, len(case.values), limits)
-    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(FORWARD_3X3) for o in block_outs[-1:])]
+    others = conv3x3_tiles(FORWARD_3X3, ROUNDED=False)
+    candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": block_outs[-1]} for each in others)]
 
     def forward(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "forward_tile", return_value=tile):
@@ -212,10 +213,12 @@ def _convolutions3x3(
 
     yield Convolution(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
-    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in block_outs)]
+    others = conv3x3_tiles(GRAD_INPUT, ROUNDED=False)
+    candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": o} for each in others for o in block_outs)]
     yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
-    stepped = [each | {"STEPPED": True} for each in conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS")]
-    candidates = [conv3x3.grad_weight_tile(products), *stepped]
+    chosen = conv3x3.grad_weight_tile(out_channels, products)
+    others = conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS", STEPPED=True)
+    candidates = [chosen, chosen | {"STEPPED": not chosen["STEPPED"]}, *others]
     yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 
@@ -238,9 +241,8 @@ def _convolutions1x1(
             return conv1x1.backward(grad_output, case.input, case.weight1x1, accumulator)
 
     chosen = tiles.forward_tile(width, precision, limits)
-    yield Convolution(
-        f"conv1x1_forward {name}, {shape}", [chosen, *conv1x1_tiles(FORWARD_1X1, chosen)], forward, channels % 4
-    )
+    candidates = [chosen, chosen._replace(rounded=True), *conv1x1_tiles(FORWARD_1X1, chosen)]
+    yield Convolution(f"conv1x1_forward {name}, {shape}", candidates, forward, channels % 4)
     chosen = tiles.backward_tile(width, precision, limits)
     yield Convolution(
         f"conv1x1_backward {name}, {shape}", [chosen, *conv1x1_tiles(BACKWARD_1X1, chosen)], backward, channels % 4

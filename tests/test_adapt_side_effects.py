@@ -33,6 +33,20 @@ class AppendsToItsList(Block):
         return super().forward(x)
 
 
+def _append(values: list[Tensor], x: Tensor) -> None:
+    values.append(x)
+
+
+class AppendsByAFunction(Block):
+    def __init__(self, layer) -> None:
+        super().__init__(layer)
+        self.outputs: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        _append(self.outputs, x.mean())
+        return super().forward(x)
+
+
 class AppendsToAGlobalList(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -104,14 +118,27 @@ def _own_norm(channels: int) -> nn.Module:
 
 
 BLOCKS = {
-    "keeps its output": (lambda: KeepsItsOutput(tiramisu), "skip of a KeepsItsOutput was added"),
-    "appends to its list": (lambda: AppendsToItsList(tiramisu), "outputs of a AppendsToItsList has changed"),
-    "appends to a global list": (lambda: AppendsToAGlobalList(tiramisu), "_skips of a AppendsToAGlobalList has"),
-    "hands its output on": (lambda: HandsItsOutputOn(tiramisu), "hands its output to another object in its forward"),
+    "keeps its output": (
+        lambda: KeepsItsOutput(tiramisu),
+        "writes to attributes in KeepsItsOutput.forward",
+    ),
+    "appends to its list": (
+        lambda: AppendsToItsList(tiramisu),
+        "outputs of a AppendsToItsList, which a forward may",
+    ),
+    "appends by a function": (lambda: AppendsByAFunction(tiramisu), "outputs of a AppendsByAFunction has changed"),
+    "appends to a global list": (
+        lambda: AppendsToAGlobalList(tiramisu),
+        "may change _skips in AppendsToAGlobalList",
+    ),
+    "hands its output on": (
+        lambda: HandsItsOutputOn(tiramisu),
+        "reads skips of a HandsItsOutputOn, a deque, whose",
+    ),
     "hooks its input": (lambda: HooksItsInput(tiramisu), "registers a hook on its input, which would see another"),
-    "counts": (lambda: Block(_CountingLayer), "calls of a _CountingLayer was added"),
-    "counts in a buffer": (lambda: Block(_LayerWithABuffer), "changes the buffer steps of a _LayerWithABuffer"),
-    "norm of its own": (lambda: Block(_own_norm), "changes the buffer running_mean of a RunningNorm"),
+    "counts": (lambda: Block(_CountingLayer), "writes to attributes in _CountingLayer.forward"),
+    "counts in a buffer": (lambda: Block(_LayerWithABuffer), "writes to attributes in _LayerWithABuffer.forward"),
+    "norm of its own": (lambda: Block(_own_norm), "reads running_mean of a RunningNorm, which a forward may change"),
 }
 
 
@@ -160,7 +187,7 @@ class _DropsByNumPy(Block):
 def test_numbers_drawn_from_numpy_are_noticed_and_its_state_is_left_as_it_was():
     state = numpy.random.get_state()[1].copy()
     report = make_efficient(_DropsByNumPy(tiramisu))
-    assert report.unchanged[""].startswith("draws random numbers from another generator than PyTorch's")
+    assert "found that it reads numpy.random.rand" in report.unchanged[""]
     assert (numpy.random.get_state()[1] == state).all()
 
 

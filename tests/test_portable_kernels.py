@@ -50,6 +50,19 @@ def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col)
     assert convolution.conv3x3_gradients(grad_output, images, weight, dilation, False)[1] is None
 
 
+@pytest.mark.parametrize("rows", [512, 515])
+def test_products_of_large_matrices(rows):
+    matrix, weight, grad_output = (torch.randn(size) for size in ((rows, 160), (64, 160), (rows, 64)))
+    output = torch.empty(rows, 64 + 1)[:, :64]
+    convolution.multiply(matrix, weight, output)
+    results = output, *convolution.conv1x1_gradients(grad_output, matrix, weight, True)
+    assert convolution.conv1x1_gradients(grad_output, matrix, weight, False)[1] is None
+    exact = [tensor.double() for tensor in (matrix, weight, grad_output)]
+    expected = exact[0] @ exact[1].t(), exact[2] @ exact[1], exact[2].t() @ exact[0]
+    for result, reference in zip(results, expected, strict=True):
+        assert (result - reference).abs().max() <= 1e-5 * reference.abs().max()
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("tile_bytes", [1, 600])
 def test_tiles_of_few_rows_compute_what_one_tile_does(operation, tile_bytes, monkeypatch):

@@ -1,4 +1,4 @@
-"""Bottlenecks that are saved by default, since they leave a step's peak as it is."""
+"""What is saved by default: bottlenecks that leave a step's peak as it is, or are small; and stages that run plain."""
 
 import copy
 

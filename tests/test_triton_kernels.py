@@ -57,7 +57,7 @@ def _exact_float32(monkeypatch):
         setting=list(SETTINGS),
         activation=list(TABLE),
         dilation=[1, 2, 4, 5],
-        padding=[0, 3],
+        padding=[3, 0],
         loops=[False, True],
         conv3x3_by=["triton", "cudnn"],
     )
@@ -93,12 +93,27 @@ def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
     check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype, overwrite=True))
 
 
+@pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])
+def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    case, results = Case((2, 5, 7), 20, 12), []
+    case.weight1x1, case.weight3x3 = (rounded_to_tf32(each).float() for each in (case.weight1x1, case.weight3x3))
+    for rounded in (False, True):
+        tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, rounded=rounded)
+        tile3x3 = {**conv3x3.grad_input_tile(12, torch.float32, 0), "ROUNDED": rounded}
+        monkeypatch.setattr(tiles, "forward_tile", functools.partial(lambda tile, *_: tile, tile))
+        for name in "forward_tile", "grad_input_tile":
+            monkeypatch.setattr(conv3x3, name, functools.partial(lambda tile, *_: tile, tile3x3))
+        results.append(OPERATIONS[operation](triton_kernels, case))
+    assert all(map(torch.equal, *results))
+
+
 @pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
 def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
     case, results = Case(shape, 20, 12), []
     for stepped in (False, True):
-        tile = {**conv3x3.grad_weight_tile(tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
-        monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, _: tile, tile))
+        tile = {**conv3x3.grad_weight_tile(12, tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
+        monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, *_: tile, tile))
         results.append(conv3x3._grad_weight(case.grad_output, case.input, case.shape, dilation))
     assert torch.equal(*results)
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .._compilers import may_read_converted_modules
@@ -34,7 +33,7 @@ from .find import (
     update_norms_once,
 )
 from .layer_parts import WHOLE, ConnectionPattern
-from .layers import run_layers, run_whole_layers, skips_a_hook, unshared
+from .layers import run_layers, run_whole_layers, skips_a_hook, unchanged, unshared
 from .sample import Sample
 from .structure import layers_in, may_be_called, patterns_by_calls, read_block
 from .verified import VerifiedModule
@@ -122,8 +121,6 @@ class ConvertedBlock(VerifiedModule):
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
         """Run the block layer by layer; if that would skip a module with a hook, by the author's forward."""
         recomputes = run_first_half is not layerwise.run_first_half_plain
-        if recomputes and any(map(_updates_in_a_forward_of_its_own, self.modules())):
-            return super().forward(x)
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             update_norms_once(self)
         by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
@@ -131,10 +128,10 @@ class ConvertedBlock(VerifiedModule):
             return by_layers(x, run_first_half)
         if not recomputes:
             return super().forward(x)
-        x = unshared(x, run_first_half)
+        x, forward = unshared(x, run_first_half), unchanged(self, super().forward)
         if run_first_half is layerwise.run_first_half_official:
-            return cast(Tensor, torch_checkpoint(super().forward, x, use_reentrant=False))
-        return checkpoint_call(super().forward, (x,), {})
+            return cast(Tensor, torch_checkpoint(forward, x, use_reentrant=False))
+        return checkpoint_call(forward, (x,), {})
 
     @property
     def recomputes(self) -> str:
@@ -176,11 +173,6 @@ class ConvertedBlock(VerifiedModule):
 
     def __prepare_scriptable__(self) -> nn.Module:  # torch.jit.script calls this first
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
-
-
-def _updates_in_a_forward_of_its_own(module: nn.Module) -> bool:
-    """Whether this is a batch norm of torch's class with another forward, which a recomputation would update twice."""
-    return isinstance(module, _NormBase) and "forward" in vars(module) and not isinstance(module, UpdatesOnce)
 
 
 def _run_by_layers(

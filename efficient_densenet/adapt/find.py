@@ -17,8 +17,9 @@ from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, undo_update_once
+from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
-from .fingerprint import Fingerprint, fingerprint, why_not_watched
+from .fingerprint import Fingerprint, fingerprint
 from .layer_parts import WHOLE, ConnectionPattern
 from .layers import run_layers, run_whole_layers
 from .sample import Sample, samples
@@ -30,7 +31,7 @@ from .structure import (
     read_block,
     with_calls,
 )
-from .trial import MODES, Trial, describe_modes, modes_of, trial
+from .trial import MODES, Trial, trial
 from .verified import Verified
 from .verify import Results, describe_difference, saved_values_per_pixel
 
@@ -72,27 +73,19 @@ class Conversion(Verified):
 def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
     not."""
-    reason, by_parts, asked = None, [], modes_of(block)
+    by_parts, reason = [], Code([*block.modules()]).by_parts
     try:
-        by_parts = patterns_by_parts(block, may_be_layer)
+        found = patterns_by_parts(block, may_be_layer)
+        by_parts = found if reason is None else []
     except NoPartsError as failure:
         reason = str(failure)
-    if asked:
-        reason = reason or f"found that it {describe_modes(asked)}"
-    reason = reason or why_not_watched([*block.modules()])
-    if reason is not None:
-        by_parts = []
     by_calls = patterns_by_calls(block, looks_dense(block), may_be_layer)
     if reason is not None and not by_calls:
         raise NoPartsError(reason)
     parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
     if parametrized is not None:  # no engine runs by parts there
-        found = find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
-    else:
-        found = find_by_trial(block, forward, [*by_parts, *by_calls], reason)
-    if why_not_watched([block]) is not None and not cast(ConnectionPattern, found.pattern).is_layer:
-        raise VerificationError(reason)  # its own forward must run
-    return found
+        return find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
+    return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
 
 
 def find_by_trial(

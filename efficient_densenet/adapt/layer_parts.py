@@ -14,10 +14,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._dimensions import classes, dimensions_of
-from .._mixins import base_class
 from ..engine.parts import LayerParts, NoPartsError, activations_of
 from ..kernels.activations import ActivationSpec, module_of
-from .outside import names_read
+from .code import Code
 
 Path = tuple[str, ...]
 """The names that lead from a block to a module inside."""
@@ -209,7 +208,7 @@ def _dropout(block: nn.Module, layer: nn.Module, calls: LayerCalls) -> tuple[flo
 
 def _drop_rate(layer: nn.Module) -> str:
     """The name of the only attribute of a layer that may be a rate of dropout and is not zero; "" without."""
-    names = [name for name in names_read(base_class(type(layer))) if "drop" in name and name.isidentifier()]
+    names = [name for name in Code([layer]).names if "drop" in name]
     rates = [name for name in names if type(value := getattr(layer, name, None)) is float and value]
     return rates[0] if len(rates) == 1 else ""
 

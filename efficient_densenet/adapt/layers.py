@@ -1,7 +1,7 @@
 """Run a dense block layer by layer: by the parts of its layers, or by calling whole layers."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from ..engine.changed_modules import must_be_called
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, activations_of
 from ..kernels.activations import RELU_SPEC, module_of
+from .fingerprint import change_since, fingerprint
+from .known import class_as_written
 from .layer_parts import ConnectionPattern, LayerCall
 from .structure import layers_in
 
@@ -49,7 +51,7 @@ class WholeLayer(nn.Module):
 
     def __init__(self, layer: nn.Module, forward: Callable, call: LayerCall, newest_first: bool) -> None:
         super().__init__()
-        self.layer, self.run, self.call, self.newest_first = layer, forward, call, newest_first
+        self.layer, self.run, self.call, self.newest_first = layer, unchanged(layer, forward), call, newest_first
         self.norm1 = _IDENTITY  # the block has put the norms inside under the exactly-once rule
         self.training = layer.training
 
@@ -65,6 +67,24 @@ class WholeLayer(nn.Module):
         new = output.shape[1] - x.shape[1]
         # A copy, since a view would keep the input alive.
         return (output[:, :new] if self.newest_first else output[:, -new:]).clone()
+
+
+def unchanged(module: nn.Module, forward: Callable) -> Callable:
+    """A `forward` of `module` for recomputation, which must read the same values again."""
+    if torch.compiler.is_compiling():  # a compiler recomputes with the values of the forward
+        return forward
+    state = fingerprint(module)
+
+    def run(*args: Any) -> Any:
+        change = change_since(state, module)
+        if change is not None:
+            raise RuntimeError(
+                f"found that {change} between the forward of a {class_as_written(module).__name__} and its backward, "
+                "which recomputes it: change it after the backward"
+            )
+        return forward(*args)
+
+    return run
 
 
 def run_whole_layers(

@@ -18,8 +18,9 @@ from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
 from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
+from .code import Code
 from .errors import VerificationError
-from .fingerprint import fingerprint, why_not_watched
+from .fingerprint import fingerprint
 from .layer_parts import (
     POOL_FUNCTIONS,
     TRANSITION,
@@ -98,7 +99,7 @@ def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Layer
     width = transition_width(module)
     if width is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
         return None
-    if why_not_watched([*module.modules()]) is not None:
+    if Code([*module.modules()]).by_parts is not None:
         return None
     try:
         with trial(module, Sample(width, TRIAL_SIZE)) as run:

@@ -1,4 +1,4 @@
-"""Run forwards of a module on a few random pixels, and restore the state of the module and of all generators.
+"""Run forwards of a module on a few random pixels, and restore the state of the module and of PyTorch's generators.
 
 The parameters and the tensors of norms are replaced by random values, so that no weight that happens to be zero or
 small hides a difference. The module runs in the modes in which a forward may take another branch: training or not, with
@@ -6,9 +6,7 @@ or without gradients of the input and of the parameters, in the model's own dtyp
 other rates of dropout.
 """
 
-import gc
 import warnings
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,18 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1, memory_key
-from ..checkpoint.states import GeneratorStates
 from ..engine.changed_modules import HOOKS
 from ..norms.sync_batch_norm import local_statistics
+from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
-from .fingerprint import change_since, class_as_written, drop_rates, fingerprint
+from .fingerprint import change_since, drop_rates, fingerprint
 from .layer_parts import Call
 from .operations import Recorder
-from .outside import MODES_RESTORED, modes_asked_for
 from .random_tensors import random_tensors
-from .randomness import generators_of, random_states, seed, without_state
+from .randomness import random_states, seed
 from .sample import IMAGES, Sample, dimensions
 from .structure import first_conv
 
@@ -46,7 +44,7 @@ class Mode(NamedTuple):
         drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate; None keeps them.
         autocast: True for autocast, and the dtype of the module's own parameters.
         extra_size: the number added to the images, and to the pixels a side.
-        in_other_mode: whether a module inside a block is in the other training mode.
+        in_other_mode: the class of the modules that are in the other training mode, as in Monte Carlo dropout.
     """
 
     name: str
@@ -57,16 +55,7 @@ class Mode(NamedTuple):
     drop_rate: float | None = None
     autocast: bool = False
     extra_size: int = 0
-    in_other_mode: Callable[[nn.Module, nn.Module], bool] = lambda block, module: False
-
-
-def _is_norm_or_block(block: nn.Module, module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) or module is block
-
-
-def _is_other_leaf(block: nn.Module, module: nn.Module) -> bool:
-    """Whether this is a dropout, as in Monte Carlo dropout, or another module without modules inside, except a norm."""
-    return not isinstance(module, _NormBase) and not any(True for _ in module.children())
+    in_other_mode: type | tuple[()] = ()
 
 
 MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
@@ -74,8 +63,8 @@ MODES = (
     *MAIN_MODES,
     Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
     Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
-    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_is_other_leaf),
-    Mode("training mode with frozen norms", True, in_other_mode=_is_norm_or_block),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
+    Mode("training mode with frozen norms", True, in_other_mode=_NormBase),
 )
 
 
@@ -107,7 +96,6 @@ class Trial:
     def __init__(self, module: nn.Module, sample: Sample, own_dtype: torch.dtype) -> None:
         self.module, self.sample = module, sample
         self.own_dtype = torch.float32 if own_dtype == torch.float64 else own_dtype
-        self.generators = GeneratorStates(generators_of(module))
 
     def run(self, forward: Forward, modes: Iterable[Mode] = MODES, is_authors: bool = True) -> Iterator[Result]:
         """The results of `forward` and its backward in each mode, one after another."""
@@ -127,10 +115,9 @@ class Trial:
 
     @contextmanager
     def prepared(self, mode: Mode) -> "Iterator[_TrialTensors]":
-        """Put the modules into `mode`, and all generators into a fixed state; undo all changes of both afterwards."""
+        """Put the modules into `mode`, and seed PyTorch's generators; undo changes of the modules afterwards."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         seed()
-        self.generators.set()
         try:
             with mode.grad_mode():
                 yield _TrialTensors(self.module, mode, self.own_dtype)
@@ -155,14 +142,6 @@ class Trial:
         change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
-        if self.generators.have_changed():
-            raise SideEffectError(
-                "draws random numbers from another generator than PyTorch's, such as NumPy's, which a recomputation "
-                "would draw anew"
-            )
-        reference = weakref.ref(output)
-        del output
-        _check_released(reference)
         states += random_states(x.device)
         states += [buffer for module in self.module.modules() for buffer in module._buffers.values()]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
@@ -198,7 +177,7 @@ class _TrialTensors:
         for each in modules:
             vars(each)["_parameters"] = {name: self._parameter(value) for name, value in each._parameters.items()}
             vars(each)["_buffers"] = {name: self._buffer(value) for name, value in each._buffers.items()}
-            each.training = mode.training != mode.in_other_mode(module, each)
+            each.training = mode.training != isinstance(each, mode.in_other_mode)
 
     def _parameter(self, tensor: Tensor | None) -> nn.Parameter | None:
         if tensor is None:
@@ -247,43 +226,17 @@ def trial(module: nn.Module, sample: Sample) -> Iterator[Trial]:
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
-    _check_repeatable(module)
+    unknown = Code([*module.modules()]).unknown
+    if unknown is not None:
+        raise SideEffectError(unknown)
     own_dtype = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
     with _isolated(module), random_tensors(module, sample.dtype), local_statistics(module):
         yield Trial(module, sample, own_dtype)
 
 
-def _check_repeatable(module: nn.Module) -> None:
-    """Raise `SideEffectError` for a module that may read values that neither a trial nor a recomputation can
-    restore."""
-    name = without_state(module)
-    if name is not None:
-        raise SideEffectError(f"may draw from a {name}, which gives other values each time")
-    asked = modes_of(module) - MODES_RESTORED
-    if asked:
-        raise SideEffectError(describe_modes(asked))
-
-
-def modes_of(module: nn.Module) -> frozenset[str]:
-    """The modes of torch that the modules in `module` may ask for in their forwards."""
-    return frozenset[str]().union(*map(modes_asked_for, {class_as_written(each) for each in module.modules()}))
-
-
-def describe_modes(asked: frozenset[str]) -> str:
-    return f"asks PyTorch in its forward for {min(asked)}, of which a trial cannot try every value"
-
-
 def _has_computed_weights(module: nn.Module) -> bool:
     tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     return any(value.requires_grad or f"{name}_orig" in module._parameters for name, value in tensors.items())
-
-
-def _check_released(output: "weakref.ReferenceType[Tensor]") -> None:
-    """Raise `SideEffectError` if another object, such as a list of skip connections, holds a forward's output."""
-    if output() is not None:
-        gc.collect()
-    if output() is not None:
-        raise SideEffectError("hands its output to another object in its forward, which an engine would not")
 
 
 @contextmanager
@@ -294,7 +247,6 @@ def _isolated(block: nn.Module) -> Iterator[None]:
     devices = {parameter.device for parameter in block.parameters() if parameter.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(GeneratorStates(generators_of(block)).restored())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(warnings.catch_warnings())

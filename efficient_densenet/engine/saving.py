@@ -5,7 +5,7 @@ have saved is freed by then, and so they may save as much as lies between their 
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
 
 On few pixels a step holds little but weights and their gradients, and takes the time of reading them. All bottlenecks
-are saved where they are small beside the weights. A stage whose plain modules save hardly anything runs them.
+are saved where they take no more than the weights. A stage whose plain modules save hardly anything runs them.
 """
 
 import math
@@ -23,8 +23,6 @@ from .parts import LayerParts, NoPartsError, consumer_parts, parts_of
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
 
-ALL_BOTTLENECKS = 1 / 2
-"""All bottlenecks are saved if they have at most this fraction of the weights' values."""
 
 PLAIN_VALUES, PLAIN_VALUES_PORTABLE = 1 / 16, 2.0
 """A stage's plain modules run on a CPU if they save at most this multiple of its weights' values, by kernels: portable
@@ -136,7 +134,7 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
         return counts
     layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
     all_bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
-    if all_bottlenecks <= ALL_BOTTLENECKS * sum(block.weights for block, _ in stages):
+    if all_bottlenecks <= sum(block.weights for block, _ in stages):
         spare, full = [all_bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width

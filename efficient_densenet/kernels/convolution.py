@@ -1,5 +1,5 @@
-"""3×3 convolutions (3 or 3×3×3 in other dimensions) by PyTorch's operations, with padding = dilation; and PyTorch's
-setting for the precision of convolutions.
+"""1×1 convolutions, which are products, and 3×3 convolutions (3 or 3×3×3 in other dimensions) with padding = dilation,
+by PyTorch's operations; and PyTorch's setting for the precision of convolutions.
 
 oneDNN is the fastest on a CPU for most sizes, but its calls take longer than the arithmetic on images of few pixels.
 PyTorch's own im2col convolution is faster there: PyTorch chooses it for one small image, and this file for several
@@ -12,9 +12,16 @@ from torch import Tensor
 from .._dimensions import dimensions_of
 from .._tensors import device_type
 from .._torch_private import IM2COL, convolutions_in_tf32, im2col_conv3x3, im2col_conv3x3_backward, why_not
+from .row_tiles import is_small
 
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
+
+ONEDNN_PRODUCT = 1 << 22
+"""The fewest multiplications of a product by oneDNN, whose calls take longer."""
+
+_BATCH = 16
+"""The images into which the rows of a matrix are divided: PyTorch convolves fewer without oneDNN in a single thread."""
 
 
 def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
@@ -56,6 +63,52 @@ def gradients(
     settings = None, stride, padding, dilations, False, output_padding, 1, mask
     grad_input, grad_weight, _ = torch.ops.aten.convolution_backward(grad_output, images, weight, *settings)
     return grad_input, grad_weight if needs_grad_weight else None
+
+
+def multiply(matrix: Tensor, weight: Tensor, out: Tensor) -> None:
+    """out = matrix @ weight.T: a 1×1 convolution of the rows of pixels."""
+    if _multiplies_by_onednn(matrix, weight):
+        images = _as_images(matrix)
+        out.copy_(_as_matrix(dimensions_of(images).conv(images, weight[:, :, None, None])))
+    else:
+        torch.mm(matrix, weight.t(), out=out)
+
+
+def conv1x1_gradients(
+    grad_output: Tensor, matrix: Tensor, weight: Tensor, needs_grad_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """grad_output @ weight, and grad_output.T @ matrix where it is needed."""
+    if _multiplies_by_onednn(matrix, weight):
+        images = _as_images(grad_output), _as_images(matrix)
+        grad_input, grad_weight = gradients(*images, weight[:, :, None, None], 1, needs_grad_weight)
+        return _as_matrix(grad_input), None if grad_weight is None else grad_weight.flatten(1)
+    grad_weight = None
+    if needs_grad_weight and is_small(matrix, matrix.dtype):
+        grad_weight = torch.mm(grad_output.t(), matrix)
+    elif needs_grad_weight:  # of many rows, a tall product is faster than a wide one
+        grad_weight = torch.mm(matrix.t(), grad_output).t()
+    return torch.mm(grad_output, weight), grad_weight
+
+
+def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN multiplies: its convolutions take half the time of MKL's products on processors that are not
+    Intel's, and as long on others."""
+    return (
+        matrix.dtype is torch.float32
+        and device_type(matrix) == "cpu"
+        and len(matrix) % _BATCH == 0
+        and len(matrix) * weight.numel() >= ONEDNN_PRODUCT
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def _as_images(matrix: Tensor) -> Tensor:
+    """(rows, channels) as images in channels_last."""
+    return matrix.unflatten(0, (_BATCH, -1, 1)).movedim(-1, 1)
+
+
+def _as_matrix(images: Tensor) -> Tensor:
+    return images.movedim(1, -1).flatten(0, -2)
 
 
 def _padding(weight: Tensor, dilation: int) -> list[int]:

@@ -33,7 +33,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, in_tiles, is_small, rows, tiles
+from .row_tiles import WHOLE, in_tiles, rows, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -138,8 +138,7 @@ def conv1x1_backward(
     coefficients = None if grad_output.sums is None else grad_output.coefficients()
     for tile, activation, buffer in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
-        grad_weight = _conv1x1_grad_weight(grad_output_tile, activation, accumulator, input.dtype)
-        grad = torch.mm(grad_output_tile, weight)
+        grad, grad_weight = _conv1x1_gradients(grad_output_tile, activation, weight, accumulator, input.dtype)
         sums = _add_partial_sums(
             sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
         )
@@ -202,7 +201,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
-        torch.mm(pooled, weight.t(), out=rows(output, _pooled_tile(tile, shape)))
+        convolution.multiply(pooled, weight, rows(output, _pooled_tile(tile, shape)))
     return output
 
 
@@ -219,8 +218,8 @@ def pooled_conv1x1_backward(
     for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(average_pool(images))
-        grad_weight = _conv1x1_grad_weight(grad_output_tile, pooled, accumulator, input.dtype)
-        grad_pooled = _to_images(torch.mm(grad_output_tile, weight), tile, halved(shape))
+        grad_pooled, grad_weight = _conv1x1_gradients(grad_output_tile, pooled, weight, accumulator, input.dtype)
+        grad_pooled = _to_images(grad_pooled, tile, halved(shape))
         grad = to_pixel_matrix(average_pool_backward(grad_pooled, images))
         sums = _add_partial_sums(
             sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
@@ -274,19 +273,16 @@ def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
     activation, _ = _activated(rows(input.values, tile), input, weight.dtype)
-    torch.mm(activation, weight.t(), out=rows(output, tile))
+    convolution.multiply(activation, weight, rows(output, tile))
 
 
-def _conv1x1_grad_weight(
-    grad_output: Tensor, activation: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
-) -> Tensor | None:
-    """grad_output.T @ activation. For many rows, its transpose is computed: a tall product is faster than a wide
-    product."""
-    if not accumulator.needs_grad_weight:
-        return None
-    if is_small(activation, dtype):
-        return as_dtype(torch.mm(grad_output.t(), activation), dtype)
-    return as_dtype(torch.mm(activation.t(), grad_output).t(), dtype)
+def _conv1x1_gradients(
+    grad_output: Tensor, activation: Tensor, weight: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """grad_output @ weight, and grad_output.T @ activation in `dtype`."""
+    needs_grad_weight = accumulator.needs_grad_weight
+    grad, grad_weight = convolution.conv1x1_gradients(grad_output, activation, weight, needs_grad_weight)
+    return grad, None if grad_weight is None else as_dtype(grad_weight, dtype)
 
 
 def _batch_norm_grad_input_tile(

@@ -20,7 +20,7 @@ from .device_functions import (
     store_pair,
 )
 from .formulas import activate, grad_before_activation
-from .operands import as_operand
+from .operands import as_operand, weight_operand
 from .statistics_kernels import store_tile_statistics
 
 OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
@@ -50,6 +50,7 @@ def conv1x1_forward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
@@ -70,7 +71,7 @@ def conv1x1_forward(
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
         activation = as_operand(activate(x * scale + shift, ACTIVATION, A, B), w, PRECISION)
-        total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
+        total = tl.dot(activation, tl.trans(weight_operand(w, ROUNDED, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
     tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
     if HAS_STATISTICS:

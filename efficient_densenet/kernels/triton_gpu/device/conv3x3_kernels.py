@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .formulas import activate, grad_before_activation
-from .operands import as_operand
+from .operands import as_operand, weight_operand
 from .statistics_kernels import store_tile_statistics
 
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
@@ -38,9 +38,9 @@ def load_activation(
 
 
 @triton.jit
-def add_tap(total, activation, weight, PRECISION: tl.constexpr):
+def add_tap(total, activation, weight, ROUNDED: tl.constexpr, PRECISION: tl.constexpr):
     """total + activation @ weight.T"""
-    w = as_operand(weight, weight, PRECISION)
+    w = weight_operand(weight, ROUNDED, PRECISION)
     return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
 
 
@@ -81,6 +81,7 @@ def conv3x3_forward(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
@@ -110,9 +111,9 @@ def conv3x3_forward(
         w_mask = out_mask[:, None] & channel_mask[None, :]
         w = tl.load(w_pointers, w_mask, 0.0)
         pixels = as_operand(pixels, w, PRECISION)
-        left = add_tap(left, pixels, w, PRECISION)
-        total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
-        right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
+        left = add_tap(left, pixels, w, ROUNDED, PRECISION)
+        total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), ROUNDED, PRECISION)
+        right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), ROUNDED, PRECISION)
     total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
     total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
     result = total.to(output.dtype.element_ty)
@@ -156,6 +157,7 @@ def conv3x3_grad_input(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """The gradient of the values of `conv3x3_forward`, given grad_output[num_rows, out_channels].
 
@@ -185,7 +187,7 @@ def conv3x3_grad_input(
             inside = (row < num_rows) & (y >= dy) & (y < height + dy) & (x >= dx) & (x < width + dx)
             tile = grad_output + offsets(row - dy * width - dx, grad_output_stride, out_channel)
             tile = tl.load(tile, inside[:, None] & out_mask[None, :], 0.0)
-            tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
+            tile, w = as_operand(tile, w, PRECISION), weight_operand(w, ROUNDED, PRECISION)
             grad = tl.dot(tile, w, grad, input_precision=PRECISION)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
         activation, z, value = load_activation(values, row, values_stride, channel, mask, a, b, ACTIVATION, A, B)

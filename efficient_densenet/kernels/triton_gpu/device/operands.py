@@ -25,3 +25,11 @@ def as_operand(x, like, PRECISION: tl.constexpr):
     if PRECISION == "tf32" and like.dtype == tl.float32:
         operand = round_to_tf32(operand)
     return operand
+
+
+@triton.jit
+def weight_operand(w, ROUNDED: tl.constexpr, PRECISION: tl.constexpr):
+    """A weight as an operand, as it is where it was ROUNDED before."""
+    if not ROUNDED:
+        w = as_operand(w, w, PRECISION)
+    return w

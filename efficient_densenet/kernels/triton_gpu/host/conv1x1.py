@@ -27,7 +27,7 @@ def forward(conv: Conv1x1, has_statistics: bool) -> tuple[Tensor, int]:
     stats = values.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
     sizes = num_rows, channels, values.stride(0)
     constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics, "PRECISION": products.input_precision}
-    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), **tile.constants()}
+    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), "ROUNDED": tile.rounded, **tile.constants()}
     run(conv1x1_kernels.conv1x1_forward, (row_tiles,), sizes, constants, conv.output, stats, values, *vectors, weight)
     return stats, tile.rows
 

@@ -138,7 +138,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     """The weight's gradient of each split of the rows, (splits, out_channels, 9, channels)."""
     (values, vectors, constants), out_channels = input_arguments(input), grad_output.shape[1]
     (num_rows, channels), products = values.shape, product_precision(grad_output)
-    tile = grad_weight_tile(products)
+    tile = grad_weight_tile(out_channels, products)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
     # A split's gradient is as large as a few hundred rows of values: use only as many splits as occupy the device.
     programs = 2 * device_limits(values.device).multiprocessors
@@ -171,16 +171,17 @@ def forward_tile(out_channels: int, products: Precision, num_rows: int, limits: 
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
     # By default, ptxas spills on 12.0 to fit a third block.
     options = {"maxnreg": 192} if products is Precision.HALF and block_out == 32 else {}
-    return {**blocks, "num_warps": 4, "num_stages": 1, **options}
+    return {**blocks, "ROUNDED": False, "num_warps": 4, "num_stages": 1, **options}
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
     """The tile of `conv3x3_grad_input` for the bytes of shared memory of a multiprocessor: graphics cards have
     fewer."""
+    block_rows, options = 64, {"ROUNDED": False, "num_warps": 4, "num_stages": 1}
     if dtype == torch.float32 and out_channels > 16:
-        return {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 32, "BLOCK_OUT": 32, "num_warps": 8, "num_stages": 1}
-    block_rows, options = 64, {"num_warps": 4, "num_stages": 1}
-    if dtype == torch.float32:
+        block_rows, block_channels, block_out = 128, 32, 32
+        options["num_warps"] = 8
+    elif dtype == torch.float32:
         block_channels, block_out = 32, 16
         options["maxnreg"] = 128  # by default, ptxas spills on 8.6 and 8.9 to fit a fifth block
     elif out_channels <= 16:
@@ -190,11 +191,12 @@ def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -
     return {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out, **options}
 
 
-def grad_weight_tile(products: Precision) -> dict[str, int]:
-    """The tile of `conv3x3_grad_weight`."""
+def grad_weight_tile(out_channels: int, products: Precision) -> dict[str, int]:
+    """The tile of `conv3x3_grad_weight`. With STEPPED, ptxas spills for few channels on 8.0 to 8.9."""
     block_channels = 32 if products is Precision.IEEE else 64
     blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128}
-    return {**blocks, "STEPPED": False, "num_warps": 8, "num_stages": 1}
+    stepped = products is Precision.HALF and out_channels > 16
+    return {**blocks, "STEPPED": stepped, "num_warps": 8, "num_stages": 1}
 
 
 def channels_last(weights: Sequence[Tensor]) -> list[Tensor]:

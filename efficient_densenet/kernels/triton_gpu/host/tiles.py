@@ -70,7 +70,7 @@ class Tile(NamedTuple):
     """The tile of a program instance: rows × input channels, and all output channels, in two parts.
 
     `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps. A
-    backward with `prefetch` loads grad_accum a tile ahead.
+    backward with `prefetch` loads grad_accum a tile ahead. A `rounded` forward takes weights that are TF32 already.
     """
 
     rows: int
@@ -81,6 +81,7 @@ class Tile(NamedTuple):
     rest: int = 0
     num_warps: int = 8
     prefetch: bool = False
+    rounded: bool = False
 
     def constants(self) -> dict[str, int]:
         """The tile as constants and options of a launch."""

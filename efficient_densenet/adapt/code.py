@@ -1,0 +1,275 @@
+"""The code of forwards: the values that it reads besides its input, and why it may compute something else next time.
+
+A trial verifies a block with the values that its forwards read then. So conversion takes code only in which every name
+is known to stand for a function, a module, a tensor of a module, or a constant: a number, a string, or a collection of
+these. Constants are compared at every forward. Whatever else a forward reads (an object, a file, a generator of random
+numbers) may change unnoticed, and a forward that writes to anything but its own variables would do so again in a
+recomputation: such blocks run their author's forward.
+"""
+
+import builtins
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..norms.frozen import is_frozen_batch_norm
+from .instructions import Loads, digest_of, loads_of
+from .known import (
+    ATTRIBUTES,
+    BUILTINS,
+    MODES,
+    MODES_RESTORED,
+    OF_EVERY_MODULE,
+    WHERE_MADE,
+    class_as_written,
+    is_known,
+    is_of_a_library,
+)
+
+
+class DropRate(NamedTuple):
+    """A probability of dropout. If it was not 0 in the trial, any other probability is verified too: the trial tries
+    several, with different ones in each dropout of a block."""
+
+    value: float
+
+
+class Number(NamedTuple):
+    """A number; its text tells 1, 1.0 and True apart."""
+
+    value: bool | int | float | complex
+    text: str
+
+
+class Code:
+    """What the code of some modules reads.
+
+    Attributes:
+        names: the attributes that it reads, of any objects.
+        values: the constants that it reads of each module, by name.
+        outside: the code of each function, and the constants that it reads elsewhere, each with a description.
+        unknown: why it may read what nobody compares, or do what a recomputation would do again; or None.
+        by_parts: why the parts of the layers cannot stand for it, since it reads their tensors itself; or None.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.names: set[str] = set()
+        self.values: list[dict[str, Any]] = [{} for _ in modules]
+        self.outside: list[tuple[str, Any]] = []
+        self.unknown: str | None = None
+        self.by_parts: str | None = None
+        self._modules = modules
+        classes = dict.fromkeys(each for cls in dict.fromkeys(map(class_as_written, modules)) for each in cls.__mro__)
+        self._authors = [cls for cls in classes if not is_known(cls)]
+        self._known = [cls for cls in classes if is_known(cls) and cls is not nn.Module]
+        self._norms = [class_as_written(each) for each in modules if _is_norm(each)]
+        self._seen: dict[FunctionType, Loads] = {}
+        self._reads_any = False
+        self._held: list[tuple[nn.Module, str]] = []
+        self._python_modules: list[ModuleType] = []
+        self._of_norms: set[FunctionType] = set()
+        self._pending = ["forward"]
+        for cls in self._authors:
+            self._pending += [name for name, each in vars(cls).items() if _is_called_unnamed(name, each)]
+        num_names = -1
+        while num_names < len(self.names):
+            num_names = len(self.names)
+            while self._pending:
+                self._resolve(self._pending.pop())
+            names = frozenset(self.names)
+            for module, values in zip(modules, self.values, strict=True):
+                for name in _names_held(tuple(vars(module)), names):
+                    values[name] = self._see_held(module, name)
+        self._check()
+
+    def _resolve(self, name: str) -> None:
+        """See what the attributes of this name may be, of classes and of modules of Python."""
+        if name not in self.names:
+            self.names.add(name)
+            if name in MODES:
+                self._refuse(
+                    f"asks PyTorch for {name}, of which a trial cannot try every value", name in MODES_RESTORED
+                )
+            for owner in (*self._authors, *self._python_modules):
+                if name in vars(owner):
+                    self._see_attribute(owner, name)
+
+    def _see_held(self, module: nn.Module, name: str) -> Any:
+        """See an attribute of a module."""
+        value = vars(module)[name]
+        if isinstance(value, Tensor):
+            self._held.append((module, name))
+            return "a tensor"
+        if type(value) in _CHANGEABLE:
+            self._held.append((module, name))
+        return DropRate(value) if is_drop_rate(name, value) else self._see(_described(module, name), value)
+
+    def _see_attribute(self, owner: type | ModuleType, name: str) -> None:
+        """See an attribute of an author's class, or of a module of Python that an author's code reads."""
+        what = f"{name} of a {owner.__name__}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
+        of_norm = isinstance(owner, type) and any(issubclass(each, owner) for each in self._norms)
+        self.outside.append((what, self._see(what, vars(owner)[name], of_norm)))
+
+    def _see(self, what: str, value: Any, of_norm: bool = False) -> Any:
+        """A form of `value` to be compared later: equal forms mean equivalent values."""
+        if type(value) in _NUMBERS:
+            return Number(value, repr(value))
+        if type(value) in _CONSTANTS:
+            return value
+        if type(value) in _COLLECTIONS and len(value) <= _MANY:
+            inside = value.items() if isinstance(value, dict) else value
+            inside = sorted(inside, key=repr) if isinstance(value, (set, frozenset)) else inside
+            return type(value).__name__, *(self._see(what, each) for each in inside)
+        if type(value) is partial:
+            return "partial", *(self._see(what, each) for each in (value.func, value.args, value.keywords))
+        if isinstance(value, ModuleType) and not is_of_a_library(value):
+            self._see_module(value)
+            return value.__name__
+        members = _functions_of(value)
+        for function in members:
+            self._visit(function, of_norm)
+        if not (members or self._is_constant(value)):
+            self._refuse(f"reads {what}, a {type(value).__name__}, whose changes would go unnoticed")
+        return f"{getattr(value, '__module__', None)}.{_name_of(value)}", *(
+            digest_of(each.__code__) for each in members
+        )
+
+    def _see_module(self, module: ModuleType) -> None:
+        if module not in self._python_modules:
+            self._python_modules.append(module)
+            for name in sorted(self.names & vars(module).keys()):
+                self._see_attribute(module, name)
+
+    def _is_constant(self, value: Any) -> bool:
+        """Whether this is a class, a function or a library's module, of which everything is known."""
+        if isinstance(value, type) and not is_known(value):
+            return value in self._authors or value in BUILTINS or is_of_a_library(value)
+        if isinstance(value, BuiltinFunctionType) and value.__module__ == "builtins":
+            return value in BUILTINS
+        return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)) and is_of_a_library(value)
+
+    def _visit(self, function: FunctionType, of_norm: bool = False) -> None:
+        """See what a function of an author reads."""
+        if function in self._seen:
+            return
+        loads = self._seen[function] = loads_of(function.__code__)
+        self._of_norms |= {function} if of_norm else set()
+        name = function.__qualname__
+        if loads.writes or not loads.variables_of_closures.isdisjoint(function.__code__.co_freevars):
+            self._refuse(f"writes to {loads.writes or 'a variable outside'} in {name}")
+        if loads.asks_for_modes:
+            self._refuse(f"reads training of another module in {name}", is_repeatable=True)
+        self.outside.append((f"the code of {name}", digest_of(function.__code__)))
+        held = [("a default", function.__defaults__), ("a default", function.__kwdefaults__)]
+        held += [(each, function.__globals__.get(each, vars(builtins).get(each))) for each in loads.variables]
+        for each, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not set yet
+                held += [(each, cell.cell_contents)] if each != "__class__" else []
+        for each, value in held:
+            self._reads_any = self._reads_any or value is getattr or value is hasattr
+            what = f"{each} in {name}"
+            if loads.changes and type(value) in _CHANGEABLE:
+                self._refuse(f"may change {what}")
+            self.outside.append((what, self._see(what, value, of_norm)))
+        self._pending += sorted(loads.attributes)
+        if self._reads_any:
+            self._pending += self._all_attributes()
+
+    def _all_attributes(self) -> Iterable[str]:
+        """The names that `getattr` may be given, whatever the code says."""
+        for module in self._modules:
+            yield from (name for name in vars(module) if name not in OF_EVERY_MODULE)
+            yield from (*module._parameters, *module._buffers)
+        for cls in self._authors:
+            yield from (name for name in vars(cls) if not name.startswith("__"))
+
+    def _check(self) -> None:
+        """Refuse code that reads attributes of which nothing is known; or tensors of modules, except norms that read
+        their own; or that may change a tensor or a collection that lives longer than the forward."""
+        for name in sorted(self.names - ATTRIBUTES):
+            may_be_absent = self._reads_any and not name.startswith("_")  # code asks `hasattr`
+            if not (may_be_absent or self._is_known(name)):
+                self._refuse(f"reads {name} of an object, of which nothing is known")
+        outside = [loads for function, loads in self._seen.items() if function not in self._of_norms]
+        for module in self._modules:
+            for tensors in (module._parameters, module._buffers):
+                self._held += [(module, name) for name in tensors if name in self.names]
+        for module, name in self._held:
+            readers = [loads for loads in outside if name in loads.attributes]
+            is_tensor = type(vars(module).get(name)) not in _CHANGEABLE
+            updates = bool(readers) if is_tensor and _is_norm(module) else any(each.changes for each in readers)
+            if updates and name not in module._parameters:
+                self._refuse(f"reads {_described(module, name)}, which a forward may change")
+            elif is_tensor and (readers or self._reads_any):
+                self._refuse(f"reads {_described(module, name)}", is_repeatable=True)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether an attribute of this name is one that is seen: of a class, or of a module."""
+        return (
+            any(name in vars(owner) for owner in (*self._authors, *self._python_modules))
+            or any(isinstance(vars(cls).get(name), FunctionType) for cls in self._known)
+            or any(name in held for module in self._modules for held in _dicts_of(module))
+        )
+
+    def _refuse(self, what: str, is_repeatable: bool = False) -> None:
+        self.by_parts = self.by_parts or f"found that it {what}"
+        if not is_repeatable:
+            self.unknown = self.unknown or f"found that it {what}"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether this is a norm whose tensors the engines read as its forward does."""
+    return isinstance(module, _NormBase) or is_frozen_batch_norm(module)
+
+
+def _dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return vars(module), module._modules, module._parameters, module._buffers
+
+
+def _described(module: nn.Module, name: str) -> str:
+    return f"{name} of a {class_as_written(module).__name__}"
+
+
+@lru_cache(maxsize=10_000)
+def _names_held(held: tuple[str, ...], names: frozenset[str]) -> tuple[str, ...]:
+    """The attributes of a module that code reads, of those that it holds."""
+    return tuple(name for name in held if name in names and name not in OF_EVERY_MODULE)
+
+
+def _functions_of(value: Any) -> list[FunctionType]:
+    """The author's functions that a value consists of: a function itself, or inside a property, a static method or a
+    `torch.autograd.Function`."""
+    if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+        return [
+            each for name in ("forward", "backward", "setup_context") for each in _functions_of(vars(value).get(name))
+        ]
+    inner = [value.fget] if isinstance(value, property) else [value.__func__] if type(value) in _METHODS else [value]
+    return [each for each in inner if isinstance(each, FunctionType) and not is_of_a_library(each)]
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+
+
+def _is_called_unnamed(name: str, attribute: Any) -> bool:
+    """Whether this is a method such as `__getitem__`, which code calls without naming it."""
+    return name.startswith("__") and isinstance(attribute, FunctionType) and name not in WHERE_MADE
+
+
+def is_drop_rate(name: str, value: Any) -> bool:
+    return type(value) is float and "drop" in name and 0 <= value <= 1
+
+
+_NUMBERS = {bool, int, float, complex}
+_CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
+_CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_COLLECTIONS = {list, tuple, dict, set, frozenset}
+_CHANGEABLE = {list, dict, set}
+_MANY = 1000
+_METHODS = (staticmethod, classmethod)
