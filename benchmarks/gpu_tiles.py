@@ -216,7 +216,9 @@ def _convolutions3x3(
     others = conv3x3_tiles(GRAD_INPUT, ROUNDED=False)
     candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": o} for each in others for o in block_outs)]
     yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
-    candidates = [conv3x3.grad_weight_tile(products), *conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS", STEPPED=True)]
+    chosen = conv3x3.grad_weight_tile(out_channels, products)
+    others = conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS", STEPPED=True)
+    candidates = [chosen, chosen | {"STEPPED": not chosen["STEPPED"]}, *others]
     yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 

@@ -118,7 +118,7 @@ class WithDropoutAndCounter(ResidualDense):
 # Each: the block, its dimensions, what is recomputed, and the values per pixel that it saves.
 FAMILIES = {
     "takes a list": (families.DenseStage, 2, "each layer whole", CHANNELS + (DEPTH - 1) * GROWTH),
-    "ELU": (families.BottleneckBlock, 2, "each layer whole", CHANNELS + (DEPTH - 1) * GROWTH),
+    "CELU": (partial(families.BottleneckBlock, nn.CELU), 2, "each layer whole", CHANNELS + (DEPTH - 1) * GROWTH),
     "RDB": (ResidualDense, 2, "the block whole", CHANNELS),
     "RRDB": (ResidualInResidual, 2, "the block whole", CHANNELS),
     "PWC-Net": (families.FlowEstimator, 2, "the block whole", CHANNELS),

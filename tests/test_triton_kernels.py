@@ -57,7 +57,7 @@ def _exact_float32(monkeypatch):
         setting=list(SETTINGS),
         activation=list(TABLE),
         dilation=[1, 2, 4, 5],
-        padding=[0, 3],
+        padding=[3, 0],
         loops=[False, True],
         conv3x3_by=["triton", "cudnn"],
     )
@@ -112,8 +112,8 @@ def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
 def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
     case, results = Case(shape, 20, 12), []
     for stepped in (False, True):
-        tile = {**conv3x3.grad_weight_tile(tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
-        monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, _: tile, tile))
+        tile = {**conv3x3.grad_weight_tile(12, tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
+        monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, *_: tile, tile))
         results.append(conv3x3._grad_weight(case.grad_output, case.input, case.shape, dilation))
     assert torch.equal(*results)
 

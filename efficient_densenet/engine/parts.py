@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._compilers import constant_to_compilers
 from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
@@ -199,9 +200,14 @@ def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     reader = _CONSUMERS.get(_class(module))
     if reader is not None:
         return reader(module)
-    if type(module).forward is nn.Sequential.forward:
+    if _runs_as_sequence(type(module)):
         return _sequence_parts(*cast(nn.Sequential, module))
     return _sequence_parts(module) if is_norm(module) else None
+
+
+@constant_to_compilers
+def _runs_as_sequence(cls: type[nn.Module]) -> bool:
+    return cls.forward is nn.Sequential.forward
 
 
 def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
