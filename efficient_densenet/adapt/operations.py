@@ -16,7 +16,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch_private import memory_key
 from ..kernels.activations import TABLE, ActivationSpec, spec_of_operation
 from .errors import SideEffectError
 from .layer_parts import POOL_FUNCTIONS, Call, leaf_modules
@@ -30,7 +29,6 @@ class Recorder:
             that ran outside of them: by a function where the author's code has called one.
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
             reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
-        written: the `memory_key` of each tensor that an operation has changed in place.
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
     """
 
@@ -39,7 +37,6 @@ class Recorder:
         self._leaves = set() if block is None else set(leaf_modules(block))
         self._depth = 0
         self.counts: Counter[str] = Counter()
-        self.written: set[int] = set()
         self.num_computed = 0
         self._stack = ExitStack()
 
@@ -94,10 +91,6 @@ class _Operations(TorchDispatchMode):
             function = spec_of_operation(operation.own_name, *_arguments(func, args, kwargs))
         if function:
             self.recorder.see_function(function)
-        for i, argument in operation.written:
-            value = args[i] if i < len(args) else kwargs.get(argument)
-            tensors = value if isinstance(value, (list, tuple)) else [value]
-            self.recorder.written.update(memory_key(each) for each in tensors if each is not None)
         result = func(*args, **kwargs)
         self.recorder.num_computed += operation.computes
         if operation.computes and not (_counts_batches(operation, args) or _drops_nothing(operation, args)):
@@ -147,13 +140,12 @@ def _arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
 
 
 class _Operation(NamedTuple):
-    """An operation: its name, without the underscore of in-place variants, and the name by which it is counted; whether
-    it has arithmetic; and the positions and names of the arguments that it changes."""
+    """An operation: its name, without the underscore of in-place variants, and the name by which it is counted; and
+    whether it has arithmetic."""
 
     own_name: str
     name: str
     computes: bool
-    written: tuple[tuple[int, str], ...]
 
     @property
     def pooling(self) -> str:
@@ -167,9 +159,8 @@ def _operation(func: Any) -> _Operation:
     own_name, returns = schema.name.partition("::")[2].rstrip("_"), schema.returns
     aliases = [each.alias_info for each in returns]
     is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in aliases)
-    written = tuple((i, each.name) for i, each in enumerate(func._schema.arguments) if each.is_write)
     name = _ALIASES.get(own_name) or own_name
-    return _Operation(own_name, name, not is_view and name not in _WITHOUT_ARITHMETIC, written)
+    return _Operation(own_name, name, not is_view and name not in _WITHOUT_ARITHMETIC)
 
 
 def _counts_batches(operation: _Operation, args: tuple) -> bool:

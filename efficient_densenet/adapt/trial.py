@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from .._torch_private import is_flattened_by_fsdp1, memory_key
+from .._torch_private import is_flattened_by_fsdp1
 from ..engine.changed_modules import HOOKS
 from ..norms.sync_batch_norm import local_statistics
 from .code import Code
@@ -138,7 +138,6 @@ class Trial:
             raise SideEffectError("registers a hook on its input, which would see another gradient")
         values, states = [output.detach(), output.requires_grad, x.detach()], random_states(x.device)
         recomputes = output.requires_grad and _run_backward(output, mode)
-        tensors.check_unchanged(recorder.written)
         change = None if state is None else change_since(state, self.module)
         if change is not None:
             raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
@@ -196,23 +195,6 @@ class _TrialTensors:
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.is_floating_point() else tensor.dtype
-
-    def check_unchanged(self, written: set[int]) -> None:
-        """Raise `SideEffectError` if a forward has written to a parameter or a buffer: a recomputation would write
-        again.
-
-        Norms update their buffers once, and modules with parametrizations that have buffers are never recomputed."""
-        parametrizations = [module._modules.get("parametrizations") for module in self.module.modules()]
-        known = {module for each in parametrizations if each is not None for module in each.modules()}
-        for module in self.module.modules():
-            buffers = {} if isinstance(module, _NormBase) or module in known else module._buffers
-            for kind, tensors in (("parameter", module._parameters), ("buffer", buffers)):
-                for name, tensor in tensors.items():
-                    if tensor is not None and memory_key(tensor) in written:
-                        raise SideEffectError(
-                            f"changes the {kind} {name} of a {type(module).__name__} in its forward, which recomputing "
-                            "would do again"
-                        )
 
 
 @contextmanager
