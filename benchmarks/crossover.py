@@ -4,7 +4,7 @@
     python benchmarks/crossover.py --allocator tcmalloc --missing             those that the file does not have yet
     python benchmarks/crossover.py --points "densenet121 2 x 48^3" --threads 1
 
-In each round one process takes a step of plain, of `efficient=True` with Numba's kernels, and of it without them, and
+In each round one process takes steps of plain, of `efficient=True` with Numba's kernels, and of it without them, and
 compares their times. With one thread these are CPU seconds, which other processes hardly change. The command fails if
 a point takes longer than plain. `python benchmarks/plot.py` draws its file.
 """
@@ -22,8 +22,8 @@ import torch
 from comparison import find_allocator
 from methods import architecture, as_list
 from options import run_command
-from worker import SHORT_STEP, device_name
 from worker import allocator as allocator_name
+from worker import device_name
 
 from efficient_densenet import DenseNet, kernels
 from efficient_densenet.memory import tensor_peak
@@ -41,6 +41,8 @@ SIZES = (
 )
 POINTS = [f"{model} {n} x {side}^{dims}" for model, batches, sides, dims in SIZES for n in batches for side in sides]
 MIN_ROUNDS, MAX_ROUNDS = 5, 60
+TURN = 0.1
+"""Seconds that a turn takes at least: the first of several short steps finds the others' data in the caches."""
 
 
 def crossover(
@@ -99,11 +101,11 @@ def measure(point: str, seconds: float) -> list[results.Row]:
     end = time.perf_counter() + seconds
     while len(times["plain"]) < MIN_ROUNDS or (time.perf_counter() < end and len(times["plain"]) < MAX_ROUNDS):
         for name, step in steps.items():
-            if not times[name] or times[name][-1] < SHORT_STEP:  # as in worker.py
-                step()
+            count = int(TURN / times["plain"][0]) + 1 if times["plain"] else 1
             start = clock()
-            step()
-            times[name].append(clock() - start)
+            for _ in range(count):
+                step()
+            times[name].append((clock() - start) / count)
     return [_row(point, name, times, peaks) for name in steps if name != "plain"]
 
 
