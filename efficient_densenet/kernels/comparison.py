@@ -202,6 +202,7 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "batch_statistics": lambda k, c: c.with_statistics(
         lambda statistics: k.batch_statistics(c.values, statistics), c.values.shape[1]
     ),
+    "center": lambda k, c: [c.values_less_mean(k)],
     "affine_forward": lambda k, c: [k.affine_forward(c.input)],
     "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
     "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
@@ -218,7 +219,6 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "batch_norm_grad_input": lambda k, c: [
         k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]))
     ],
-    "center": lambda k, c: [c.values_less_mean(k)],
 }
 
 
