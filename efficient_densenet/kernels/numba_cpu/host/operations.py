@@ -59,7 +59,7 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
         portable.center(values, mean, output)
         return
     record = (
-        *(*openmp_functions(), *values.shape, *arguments.Matrix.of(values), mean),
+        *(*openmp_functions(), *values.shape, *arguments.Matrix.of(values), mean.contiguous()),
         *arguments.Matrix.output(output),
     )
     launch(kernels.center, values, tiling.for_statistics(values).threads, record)
