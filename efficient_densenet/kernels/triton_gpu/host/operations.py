@@ -72,7 +72,7 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     block_rows, block_channels = _NARROW_TILE["BLOCK_ROWS"], _NARROW_TILE["BLOCK_CHANNELS"]
     grid, sizes = (cdiv(num_rows, block_rows), cdiv(channels, block_channels)), (output.stride(0), values.stride(0))
     constants = {"DIVISIBILITY": divisibility(values.dtype, channels, *sizes), **_NARROW_TILE}
-    run(statistics_kernels.center, grid, (num_rows, channels, *sizes), constants, output, values, mean)
+    run(statistics_kernels.center, grid, (num_rows, channels, *sizes), constants, output, values, mean.contiguous())
 
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
