@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +152,11 @@ CHANGES: dict[str, tuple[type[nn.Module], str, Change]] = {
     "a forward called without its hooks": (first(lambda s, x: s.relu2.forward(x)), "checkpoint", hooking("relu2")),
     "a dropout among equal ones": (SecondDropout, "shared", setting("drop2.p", 0.8)),
     "a dropout that is not called": (SecondDropout, "shared", setting("drop1.p", 0.8)),
-    "a rate": (after(lambda s, y: F.dropout(y, s.drop_rate, s.training)), "shared", setting("drop_rate", 0.95)),
+    "a rate": (
+        halves(lambda s, x: F.dropout(Layer.halves(s, x), s.drop_rate, s.training)),
+        "shared",
+        setting("drop_rate", 0.95),
+    ),
     "a rate among equal ones": (
         after(lambda s, y: y if s.drop_path_rate > 1 else F.dropout(y, s.drop_rate, s.training)),
         "checkpoint",
@@ -234,6 +238,25 @@ exec("NUMBER = 0.1\ndef number():\n    return NUMBER", vars(_helper))
 sys.modules["adapt_calls_helper"] = _helper
 
 
+def _function() -> float:
+    return _function.number
+
+
+_function.number = 0.1
+
+
+@functools.wraps(torch.relu)
+def _wraps_torch_s() -> float:
+    return _numbers["number"]
+
+
+def _appends(layer: nn.Module) -> float:
+    numbers = []
+    for number in layer.held:
+        numbers.append(number)
+    return numbers[0]
+
+
 @functools.lru_cache
 def _cached() -> list[float]:
     return [0.1]
@@ -265,6 +288,15 @@ WATCHED = {
         lambda: functools.partial(lambda numbers, zero: numbers[0] + zero, [0.1]),
     ),
     "a global of a helper module": (lambda s: _helper.number(), lambda s, n: setattr(_helper, "NUMBER", n)),
+    "a function's attribute": (lambda s: _function(), lambda s, n: setattr(_function, "number", n)),
+    "a function that wraps torch's": (lambda s: _wraps_torch_s(), lambda s, n: _numbers.update(number=n)),
+    "a namespace": (
+        lambda s: s.held.number,
+        lambda s, n: setattr(s.held, "number", n),
+        lambda: SimpleNamespace(number=0.1),
+    ),
+    "a list, beside one of the forward's own": (_appends, lambda s, n: s.held.__setitem__(0, n), lambda: [0.1]),
+    "a dropout's attribute": (lambda s: s.drop1.number, lambda s, n: setattr(s.drop1, "number", n)),
     "a function that the layer holds": (
         lambda s: s.held(),
         lambda s, n: _numbers.update(number=n),
@@ -283,10 +315,6 @@ UNKNOWN = {
     "the environment": (
         lambda s: float(os.environ.get("ADAPT_NUMBER", "0.1")),
         lambda s, n: os.environ.update(ADAPT_NUMBER=str(n)),
-    ),
-    "a class of the forward's": (
-        lambda s: type("T", (), {"number": _numbers["number"]}).number,
-        lambda s, n: _numbers.update(number=n),
     ),
 }
 PLACES = WATCHED | UNKNOWN
@@ -310,6 +338,7 @@ def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(pl
         def __init__(self, channels: int) -> None:
             super().__init__(channels)
             self.held = made[0]() if made else None
+            self.drop1.number = 0.1
 
         def halves(self, x: Tensor) -> Tensor:
             return USES[use](self, x, read(self))
@@ -326,6 +355,25 @@ def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(pl
 
 
 _between = [0.5]
+
+
+class HoldsATensor(_HoldsNoList):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.tensor = torch.full((), 0.5, dtype=torch.double)
+
+    def halves(self, x: Tensor) -> Tensor:
+        return super().halves(x) * self.tensor
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_a_tensor_replaced_between_the_forward_and_the_backward_of_a_recomputed_layer_raises():
+    block = FeaturesBlock([HoldsATensor(START), HoldsATensor(START + GROWTH)]).double()
+    assert make_efficient(block).changed[0].engine.startswith("checkpoint")
+    output = block(x_of())
+    block.denselayer2.tensor = torch.ones((), dtype=torch.double)
+    with pytest.raises(RuntimeError, match="a tensor was replaced between the forward of a HoldsATensor and its"):
+        output.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:falling back")

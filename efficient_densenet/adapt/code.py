@@ -8,10 +8,12 @@ recomputation: such blocks run their author's forward.
 """
 
 import builtins
-from collections.abc import Iterable, Sequence
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..norms.frozen import is_frozen_batch_norm
-from .instructions import Loads, digest_of, loads_of
+from .instructions import READS_ANY, Loads, digest_of, loads_of
 from .known import (
     ATTRIBUTES,
     BUILTINS,
@@ -72,18 +74,29 @@ class Code:
         self._seen: dict[FunctionType, Loads] = {}
         self._reads_any = False
         self._held: list[tuple[nn.Module, str]] = []
-        self._python_modules: list[ModuleType] = []
+        self._owners: list[Any] = []
         self._of_norms: set[FunctionType] = set()
         self._pending = ["forward"]
+        try:
+            self._read()
+        except Exception as exc:  # of an author's object, such as one without a hash
+            self._refuse(f"has code or values that cannot be read ({type(exc).__name__}: {exc})")
+
+    def _read(self) -> None:
+        if any(isinstance(each, torch.jit.ScriptModule) for each in self._modules):
+            self._refuse("holds a ScriptModule, whose code is not Python's")
+            return
+        of_torch = {name for cls in self._known for method in _CALL_OTHERS for name in _names_in(cls, method)}
         for cls in self._authors:
-            self._pending += [name for name, each in vars(cls).items() if _is_called_unnamed(name, each)]
+            for name, each in vars(cls).items():
+                self._pending += [name] if name in of_torch or _is_called_unnamed(name, each) else []
         num_names = -1
         while num_names < len(self.names):
             num_names = len(self.names)
             while self._pending:
                 self._resolve(self._pending.pop())
             names = frozenset(self.names)
-            for module, values in zip(modules, self.values, strict=True):
+            for module, values in zip(self._modules, self.values, strict=True):
                 for name in _names_held(tuple(vars(module)), names):
                     values[name] = self._see_held(module, name)
         self._check()
@@ -96,7 +109,7 @@ class Code:
                 self._refuse(
                     f"asks PyTorch for {name}, of which a trial cannot try every value", name in MODES_RESTORED
                 )
-            for owner in (*self._authors, *self._python_modules):
+            for owner in (*self._authors, *self._owners):
                 if name in vars(owner):
                     self._see_attribute(owner, name)
 
@@ -110,16 +123,19 @@ class Code:
             self._held.append((module, name))
         return DropRate(value) if is_drop_rate(name, value) else self._see(_described(module, name), value)
 
-    def _see_attribute(self, owner: type | ModuleType, name: str) -> None:
-        """See an attribute of an author's class, or of a module of Python that an author's code reads."""
-        what = f"{name} of a {owner.__name__}" if isinstance(owner, type) else f"{owner.__name__}.{name}"
-        of_norm = isinstance(owner, type) and any(issubclass(each, owner) for each in self._norms)
-        self.outside.append((what, self._see(what, vars(owner)[name], of_norm)))
+    def _see_attribute(self, owner: Any, name: str) -> None:
+        """See an attribute of an author's class or function, of a module of Python, or of a namespace."""
+        is_class = isinstance(owner, type)
+        what = f"{name} of a {owner.__name__}" if is_class else f"{name} of {_name_of(owner)}"
+        of_norm = is_class and any(issubclass(each, owner) for each in self._norms)
+        self.outside.append((what, self._see(what, vars(owner)[name], of_norm, is_method=is_class)))
 
-    def _see(self, what: str, value: Any, of_norm: bool = False) -> Any:
+    def _see(self, what: str, value: Any, of_norm: bool = False, is_method: bool = False) -> Any:
         """A form of `value` to be compared later: equal forms mean equivalent values."""
         if type(value) in _NUMBERS:
             return Number(value, repr(value))
+        if value is getattr or value is hasattr:
+            self._see_any()
         if type(value) in _CONSTANTS:
             return value
         if type(value) in _COLLECTIONS and len(value) <= _MANY:
@@ -128,23 +144,25 @@ class Code:
             return type(value).__name__, *(self._see(what, each) for each in inside)
         if type(value) is partial:
             return "partial", *(self._see(what, each) for each in (value.func, value.args, value.keywords))
-        if isinstance(value, ModuleType) and not is_of_a_library(value):
-            self._see_module(value)
-            return value.__name__
+        if type(value) in _NAMESPACES or (isinstance(value, ModuleType) and not is_of_a_library(value)):
+            self._see_owner(value)
+            return _name_of(value)
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+            self._see_owner(value)
         members = _functions_of(value)
         for function in members:
-            self._visit(function, of_norm)
+            self._visit(function, of_norm, is_method)
         if not (members or self._is_constant(value)):
             self._refuse(f"reads {what}, a {type(value).__name__}, whose changes would go unnoticed")
         return f"{getattr(value, '__module__', None)}.{_name_of(value)}", *(
             digest_of(each.__code__) for each in members
         )
 
-    def _see_module(self, module: ModuleType) -> None:
-        if module not in self._python_modules:
-            self._python_modules.append(module)
-            for name in sorted(self.names & vars(module).keys()):
-                self._see_attribute(module, name)
+    def _see_owner(self, owner: Any) -> None:
+        if not any(owner is each for each in self._owners):
+            self._owners.append(owner)
+            for name in sorted(self.names & vars(owner).keys()):
+                self._see_attribute(owner, name)
 
     def _is_constant(self, value: Any) -> bool:
         """Whether this is a class, a function or a library's module, of which everything is known."""
@@ -154,7 +172,7 @@ class Code:
             return value in BUILTINS
         return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)) and is_of_a_library(value)
 
-    def _visit(self, function: FunctionType, of_norm: bool = False) -> None:
+    def _visit(self, function: FunctionType, of_norm: bool, is_method: bool) -> None:
         """See what a function of an author reads."""
         if function in self._seen:
             return
@@ -162,8 +180,10 @@ class Code:
         self._of_norms |= {function} if of_norm else set()
         name = function.__qualname__
         if loads.writes or not loads.variables_of_closures.isdisjoint(function.__code__.co_freevars):
-            self._refuse(f"writes to {loads.writes or 'a variable outside'} in {name}")
-        if loads.asks_for_modes:
+            self._refuse(f"{loads.writes or 'writes to a variable outside'} in {name}")
+        if vars(function):
+            self._see_owner(function)
+        if loads.asks_for_modes or ("training" in loads.attributes and not is_method):
             self._refuse(f"reads training of another module in {name}", is_repeatable=True)
         self.outside.append((f"the code of {name}", digest_of(function.__code__)))
         held = [("a default", function.__defaults__), ("a default", function.__kwdefaults__)]
@@ -172,22 +192,26 @@ class Code:
             with suppress(ValueError):  # not set yet
                 held += [(each, cell.cell_contents)] if each != "__class__" else []
         for each, value in held:
-            self._reads_any = self._reads_any or value is getattr or value is hasattr
             what = f"{each} in {name}"
+            is_class = each in loads.values and any(value is cls for cls in self._authors)
+            if is_class and _ASKS_FOR_CLASSES.isdisjoint(loads.variables):
+                self._refuse(f"may make a {each} in {name}")
             if loads.changes and type(value) in _CHANGEABLE:
                 self._refuse(f"may change {what}")
             self.outside.append((what, self._see(what, value, of_norm)))
         self._pending += sorted(loads.attributes)
-        if self._reads_any:
-            self._pending += self._all_attributes()
+        if loads.attributes & READS_ANY:
+            self._see_any()
 
-    def _all_attributes(self) -> Iterable[str]:
-        """The names that `getattr` may be given, whatever the code says."""
-        for module in self._modules:
-            yield from (name for name in vars(module) if name not in OF_EVERY_MODULE)
-            yield from (*module._parameters, *module._buffers)
-        for cls in self._authors:
-            yield from (name for name in vars(cls) if not name.startswith("__"))
+    def _see_any(self) -> None:
+        """See all attributes, of which code may read any, such as by `getattr`."""
+        if not self._reads_any:
+            self._reads_any = True
+            for module in self._modules:
+                self._pending += (name for name in vars(module) if name not in OF_EVERY_MODULE)
+                self._pending += (*module._parameters, *module._buffers)
+            for cls in self._authors:
+                self._pending += (name for name in vars(cls) if not name.startswith("__"))
 
     def _check(self) -> None:
         """Refuse code that reads attributes of which nothing is known; or tensors of modules, except norms that read
@@ -203,16 +227,22 @@ class Code:
         for module, name in self._held:
             readers = [loads for loads in outside if name in loads.attributes]
             is_tensor = type(vars(module).get(name)) not in _CHANGEABLE
-            updates = bool(readers) if is_tensor and _is_norm(module) else any(each.changes for each in readers)
-            if updates and name not in module._parameters:
+            if name in module._parameters or name in vars(module).get("_former_parameters", ()):
+                updates = False
+            elif is_tensor:  # perhaps by another function, to which it is passed
+                is_of_norm = _is_norm(module) and name in module._buffers
+                updates = bool(readers) if is_of_norm else any(each.changes_tensors for each in self._seen.values())
+            else:
+                updates = any(each.changes for each in readers)
+            if updates:
                 self._refuse(f"reads {_described(module, name)}, which a forward may change")
-            elif is_tensor and (readers or self._reads_any):
+            elif is_tensor and (readers or (self._reads_any and not is_known(class_as_written(module)))):
                 self._refuse(f"reads {_described(module, name)}", is_repeatable=True)
 
     def _is_known(self, name: str) -> bool:
         """Whether an attribute of this name is one that is seen: of a class, or of a module."""
         return (
-            any(name in vars(owner) for owner in (*self._authors, *self._python_modules))
+            any(name in vars(owner) for owner in (*self._authors, *self._owners))
             or any(isinstance(vars(cls).get(name), FunctionType) for cls in self._known)
             or any(name in held for module in self._modules for held in _dicts_of(module))
         )
@@ -226,6 +256,12 @@ class Code:
 def _is_norm(module: nn.Module) -> bool:
     """Whether this is a norm whose tensors the engines read as its forward does."""
     return isinstance(module, _NormBase) or is_frozen_batch_norm(module)
+
+
+def _names_in(cls: type, name: str) -> frozenset[str]:
+    """The attributes that a method of one of torch's classes reads, which an author's class may replace."""
+    method = vars(cls).get(name)
+    return loads_of(method.__code__).attributes | {name} if isinstance(method, FunctionType) else frozenset()
 
 
 def _dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
@@ -249,7 +285,7 @@ def _functions_of(value: Any) -> list[FunctionType]:
         return [
             each for name in ("forward", "backward", "setup_context") for each in _functions_of(vars(value).get(name))
         ]
-    inner = [value.fget] if isinstance(value, property) else [value.__func__] if type(value) in _METHODS else [value]
+    inner = [value.fget] if type(value) is property else [value.__func__] if type(value) in _METHODS else [value]
     return [each for each in inner if isinstance(each, FunctionType) and not is_of_a_library(each)]
 
 
@@ -259,7 +295,9 @@ def _name_of(value: Any) -> str:
 
 def _is_called_unnamed(name: str, attribute: Any) -> bool:
     """Whether this is a method such as `__getitem__`, which code calls without naming it."""
-    return name.startswith("__") and isinstance(attribute, FunctionType) and name not in WHERE_MADE
+    is_method = isinstance(attribute, FunctionType) or (callable(attribute) and not isinstance(attribute, type))
+    is_called = name.startswith("__") or name in ("_call_impl", "_wrapped_call_impl")
+    return is_called and name not in WHERE_MADE and (is_method or name == "__call__")
 
 
 def is_drop_rate(name: str, value: Any) -> bool:
@@ -269,7 +307,11 @@ def is_drop_rate(name: str, value: Any) -> bool:
 _NUMBERS = {bool, int, float, complex}
 _CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
-_COLLECTIONS = {list, tuple, dict, set, frozenset}
-_CHANGEABLE = {list, dict, set}
+_COLLECTIONS = {list, tuple, dict, set, frozenset, OrderedDict}
+_CHANGEABLE = {list, dict, set, OrderedDict}
+_NAMESPACES = {SimpleNamespace, Namespace}
 _MANY = 1000
 _METHODS = (staticmethod, classmethod)
+_CALL_OTHERS = ("forward", "_conv_forward")
+"""Methods of torch's classes that call others, which an author's class may replace."""
+_ASKS_FOR_CLASSES = {"super", "isinstance", "issubclass", "type"}

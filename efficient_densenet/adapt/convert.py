@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from .._checks import check_module
@@ -77,7 +78,7 @@ def _convert_tree(
     may_be_layer: bool = False,
 ) -> bool:
     """Convert `module` or, if it is not a dense block, the blocks inside it; return whether any was converted."""
-    if module in visited:
+    if module in visited or isinstance(module, torch.jit.ScriptModule):
         return False
     visited.add(module)
     reason = _convert(module, engine, may_be_layer)

@@ -133,7 +133,8 @@ def _state(module: nn.Module, values: dict[str, Any], with_settings: bool) -> St
     """The state of a module. `with_settings` adds all settings of torch's modules without tensors."""
     cls = class_as_written(module)
     if isinstance(module, _DropoutNd):
-        return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace)))
+        others = (each for each in sorted(values.items()) if each[0] not in ("p", "inplace"))
+        return State(cls.__name__, (("p", DropRate(module.p)), ("inplace", module.inplace), *others))
     if not is_known(cls):
         return State(cls.__name__, tuple(sorted(values.items())))
     name = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__

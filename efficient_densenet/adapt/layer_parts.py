@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -266,4 +267,4 @@ def is_lazy(tensor: Tensor) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold modules."""
-    return type(module).forward is not nn.Module.forward
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward

@@ -73,10 +73,11 @@ def unchanged(module: nn.Module, forward: Callable) -> Callable:
     """A `forward` of `module` for recomputation, which must read the same values again."""
     if torch.compiler.is_compiling():  # a compiler recomputes with the values of the forward
         return forward
-    state = fingerprint(module)
+    state, tensors = fingerprint(module), _tensors(module)
 
     def run(*args: Any) -> Any:
-        change = change_since(state, module)
+        are_same = all(now is before for now, before in zip(_tensors(module), tensors, strict=False))
+        change = change_since(state, module) or (None if are_same else "a tensor was replaced")
         if change is not None:
             raise RuntimeError(
                 f"found that {change} between the forward of a {class_as_written(module).__name__} and its backward, "
@@ -85,6 +86,11 @@ def unchanged(module: nn.Module, forward: Callable) -> Callable:
         return forward(*args)
 
     return run
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """The tensors that modules hold as attributes, besides parameters and buffers."""
+    return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]
 
 
 def run_whole_layers(
