@@ -314,4 +314,4 @@ _MANY = 1000
 _METHODS = (staticmethod, classmethod)
 _CALL_OTHERS = ("forward", "_conv_forward")
 """Methods of torch's classes that call others, which an author's class may replace."""
-_ASKS_FOR_CLASSES = {"super", "isinstance", "issubclass", "type"}
+_ASKS_FOR_CLASSES = {"isinstance", "issubclass", "type"}

@@ -13,7 +13,7 @@ class Loads(NamedTuple):
 
     Attributes:
         variables: global variables.
-        values: those of them of which not only an attribute is read.
+        values: those of them of which more than an attribute is read, except by `super`.
         attributes: attributes and methods of any objects.
         writes: how the code writes to anything besides its own variables, or "".
         changes: whether it may change a tensor or a collection in place that it has not made.
@@ -45,8 +45,12 @@ def loads_of(code: CodeType) -> Loads:
     if variables & {"getattr", "hasattr"}:  # a string may be a name
         attributes |= {each for each in code.co_consts if isinstance(each, str) and each.strip("_").isidentifier()}
     writes = [how for each, how in _WRITES.items() if each in loaded] + [each.writes for each in inner]
-    globals_before = ((each.argval, after.opname) for each, after in pairs if each.opname == "LOAD_GLOBAL")
-    values = {name for name, after in globals_before if after not in _LOAD_ATTRIBUTES}
+    uses = zip(["", *(each.argval for each in instructions)], pairs, strict=False)
+    values = {
+        each.argval
+        for before, (each, after) in uses
+        if each.opname == "LOAD_GLOBAL" and after.opname not in _LOAD_ATTRIBUTES and before != "super"
+    }
     has_out = any(isinstance(each, tuple) and "out" in each for each in code.co_consts)  # the names of arguments
     made_here = _collections_made(code, pairs)
     asks_for_modes = any(each.argval == "training" and not _loads_self(code, before) for before, each in pairs)
