@@ -167,7 +167,9 @@ def _plot_crossover(rows: list[results.Row]) -> Any:
     axes.axhline(1, color=COLORS["plain"], linewidth=1)
     axes.set(xlabel="time of plain's step, ms", ylabel="time / plain's", xscale="log", ylim=(0, None))
     first = rows[0]
-    title = f"efficient=True, {first['threads']} CPU threads, PyTorch {first['torch'].split('+')[0]}"
+    axes.xaxis.set_major_formatter("{x:g}")
+    threads = f"{first['threads']} CPU thread{'' if first['threads'] == '1' else 's'}"
+    title = f"efficient=True, {threads}, PyTorch {first['torch'].split('+')[0]}"
     axes.set_title(title, fontsize=10, loc="left")
     axes.grid(alpha=0.2, color=GRAY)
     axes.legend(frameon=False, ncols=2)

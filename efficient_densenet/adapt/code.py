@@ -10,7 +10,7 @@ recomputation: such blocks run their author's forward.
 import builtins
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
@@ -98,7 +98,8 @@ class Code:
             names = frozenset(self.names)
             for module, values in zip(self._modules, self.values, strict=True):
                 for name in _names_held(tuple(vars(module)), names):
-                    values[name] = self._see_held(module, name)
+                    if name not in _parameters(module):
+                        values[name] = self._see_held(module, name)
         self._check()
 
     def _resolve(self, name: str) -> None:
@@ -222,12 +223,12 @@ class Code:
                 self._refuse(f"reads {name} of an object, of which nothing is known")
         outside = [loads for function, loads in self._seen.items() if function not in self._of_norms]
         for module in self._modules:
-            for tensors in (module._parameters, module._buffers):
+            for tensors in (_parameters(module), module._buffers):
                 self._held += [(module, name) for name in tensors if name in self.names]
         for module, name in self._held:
             readers = [loads for loads in outside if name in loads.attributes]
             is_tensor = type(vars(module).get(name)) not in _CHANGEABLE
-            if name in module._parameters or name in vars(module).get("_former_parameters", ()):
+            if name in _parameters(module):
                 updates = False
             elif is_tensor:  # perhaps by another function, to which it is passed
                 is_of_norm = _is_norm(module) and name in module._buffers
@@ -262,6 +263,12 @@ def _names_in(cls: type, name: str) -> frozenset[str]:
     """The attributes that a method of one of torch's classes reads, which an author's class may replace."""
     method = vars(cls).get(name)
     return loads_of(method.__code__).attributes | {name} if isinstance(method, FunctionType) else frozenset()
+
+
+def _parameters(module: nn.Module) -> Collection[str]:
+    """The names of a module's parameters; a replica of nn.DataParallel holds them as attributes."""
+    former = vars(module).get("_former_parameters")
+    return module._parameters if former is None else {**module._parameters, **former}
 
 
 def _dicts_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
