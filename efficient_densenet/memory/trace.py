@@ -178,10 +178,15 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
     if weight.itemsize > 2:  # grad_weight is converted when the copies in blocks are free again
         return max(blocked, weight.nbytes)
     # In half precision, one after another: each thread's sums of grad_weight, and its grad_input of an image, both in
-    # float32; the second before the contiguous grad_input.
+    # float32; the second before the contiguous grad_input. Threads divide the images, or the blocks of input channels,
+    # whose sums they share, where this reads less.
     threads, padded = torch.get_num_threads(), _rounded(weight.shape[0], 2 * ONEDNN_BLOCK) * in_channels
     image = images.numel() // len(images) * 4 if taps == 1 and output[0] is not None else 0
-    return blocked + weight.nbytes + max(threads * padded * taps * 4, threads * image - images.nbytes)
+    num_images, blocks = len(images), -(-in_channels // ONEDNN_BLOCK)
+    pixels_less = grad_output[0, 0].numel() * (num_images - -(-num_images // threads))
+    weights_less = taps * ONEDNN_BLOCK * (blocks - -(-blocks // threads))
+    sums = (1 if weights_less > pixels_less else threads) * padded * taps * 4
+    return blocked + weight.nbytes + max(sums, threads * image - images.nbytes)
 
 
 def _by_im2col(images: Tensor, weight: Tensor) -> bool:
