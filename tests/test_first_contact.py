@@ -73,6 +73,15 @@ def test_every_kernel_is_compared_with_every_activation(activation, monkeypatch)
     assert launched >= (set(KERNELS) if activation == "relu" else APPLYING)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_large_cases_is_no_fault(dtype, monkeypatch):
+    """They are compared on GPUs alone. Where many rows are summed, half precision differs most from the exact sum."""
+    large = [each for each in check_on_device.large_checks(dtype) if each.operation == "conv1x1_backward"]
+    monkeypatch.setattr(check_on_device, "_checks_on", lambda *_: ([], large))
+    assert _find_fault(dtype) is None
+
+
 def _plant(monkeypatch, name: str, error: Exception | None = None) -> None:
     """Let each launch of the kernel `name` raise the error or, without one, change its output's last element."""
 

@@ -27,9 +27,9 @@ from .comparison import OPERATIONS, SETTINGS, STEM_OPERATIONS, Case, Results, St
 STARTED = "efficient_densenet compares kernels"
 VERDICT = "efficient_densenet has compared kernels: "
 
-TOLERANCES = {"ieee": 2e-5, "tf32": 8e-3, torch.float16: 8e-3, torch.bfloat16: 2e-2}
+TOLERANCES = {"ieee": 2e-5, "tf32": 8e-3, torch.float16: 8e-3, torch.bfloat16: 5e-2}
 """Largest difference from the exact result, over the largest value of its tensor. A wrong index, mask or sum makes it
-about as large as the values."""
+about as large as the values. In bfloat16 that of PyTorch's operations is up to 2.3e-2, in sums over many rows."""
 
 UNALIGNED = [((2, 5, 13), 5, 48), ((1, 9, 7), 36, 16), ((3, 8, 8), 32, 128)]
 """Shape, input and output channels of matrices with rows that are not aligned, in tiles that are filled or not."""
