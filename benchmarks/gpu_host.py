@@ -49,7 +49,7 @@ def idle_launches() -> Iterator[list[int]]:
         mock.patch.multiple(launch, _launcher=launcher, _launch_by_triton=run, driver=driver),
         mock.patch.object(torch.Tensor, "get_device", first_gpu),
         mock.patch.object(torch.cuda, "current_device", first_gpu),
-        mock.patch.object(program, "SMALL_RUN_BYTES", 1 << 40),  # all temporaries in one slab, as on a GPU
+        mock.patch.object(program, "WITHOUT_CACHE", set()),  # temporaries in a slab, as on a GPU
     ):
         yield count
 

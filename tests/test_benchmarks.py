@@ -22,6 +22,7 @@ import worker
 from methods import LAYOUTS, METHODS, Setting, architecture, choose, expand
 
 from efficient_densenet import DenseNet
+from efficient_densenet.memory import tensor_peak
 
 ROOT = Path(__file__).parents[1]
 TINY = Setting("densenet_bc_10_4", 2, 8, "float32", "contiguous", "cpu", 1)
@@ -147,6 +148,19 @@ def test_the_host_s_time_of_a_step_on_a_gpu(capsys):
     launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
     assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
     assert (torch.Tensor.get_device, gpu_host.launch._launcher) == before
+
+
+def test_a_replayed_step_on_a_gpu_takes_the_memory_of_a_direct_one():
+    """A slab exists beside no large result of an operation, which allocates it itself, and beside no late output."""
+    pytest.importorskip("triton", reason="needs Triton")
+    import gpu_host
+
+    network, images = DenseNet(**architecture("densenet_bc_22_12"), efficient="shared"), torch.randn(8, 3, 32, 32)
+    with gpu_host.idle_launches():
+        network.zero_grad()
+        peaks = [tensor_peak(lambda: gpu_host.step(network, images), torch.device("cpu")) for _ in range(4)]
+    assert peaks[0] > 1e7
+    assert max(peaks[2:]) <= 1.01 * peaks[0]
 
 
 @pytest.mark.exhaustive

@@ -186,12 +186,13 @@ def test_triton_kernels(family, dtype, variant, blocks, side, monkeypatch):
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
 
 
-@pytest.mark.parametrize("small_run_bytes", [0, 1 << 30])
-def test_images_of_several_tiles(small_run_bytes, monkeypatch):
-    """A run that frees what it does not need any more, and one with a slab."""
+@pytest.mark.parametrize(("small_run_bytes", "without_cache"), [(0, {"cpu"}), (1 << 30, {"cpu"}), (0, ())])
+def test_images_of_several_tiles(small_run_bytes, without_cache, monkeypatch):
+    """A run that frees what it does not need any more, one with a slab, and one with a slab as on a GPU."""
     use("Numba", monkeypatch)
     monkeypatch.setitem(importlib.import_module("efficient_densenet.kernels.row_tiles").TILE_BYTES, "cpu", 3000)
     monkeypatch.setattr(program, "SMALL_RUN_BYTES", small_run_bytes)
+    monkeypatch.setattr(program, "WITHOUT_CACHE", without_cache)
     assert_replayed(small_model("imagenet", efficient="shared").float(), torch.randn(5, 3, 40, 36))
 
 

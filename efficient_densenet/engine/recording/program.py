@@ -17,10 +17,14 @@ from torch import Tensor
 from . import slab
 from .recorder import Allocation, Launch, Operation, Place, Recorder, mapped
 
+WITHOUT_CACHE = {"cpu"}
+"""The types of devices on which PyTorch keeps no freed memory for later allocations. On others each run has a slab, for
+the temporaries within its `slab.window`."""
+
 SMALL_RUN_BYTES = 1 << 22
-"""The most that a run on a CPU holds if it allocates everything at first, temporaries as a slab, and frees nothing
-before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages from the
-system each time, and raise the peak. On other devices there is a slab in every run, whatever its size."""
+"""The most that a run without such a cache holds if it allocates everything at first, temporaries as a slab, and frees
+nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
+from the system each time, and raise the peak."""
 
 Allocate = Callable[[], Tensor]
 Step = Callable[[Any], None]
@@ -58,10 +62,9 @@ class Program:
     """What a run did, for externals of the same layout. `outputs` are what it returned."""
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
-        self.overlaps, self._device = recorder.overlaps, recorder.device
+        self.overlaps = recorder.overlaps
         builder = _Builder(recorder, [recorder.place(each) for each in outputs])
         self._steps, self._outputs = builder.steps, builder.outputs
-        self._early, self._slab_bytes, self._slab = builder.early, builder.slab_bytes, builder.slab
         self._values = builder.values[recorder.num_externals :]
         self._no_addresses = [0] * (builder.num_memories - recorder.num_externals)
 
@@ -72,12 +75,6 @@ class Program:
     def run(self, externals: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
         values = [*externals, *self._values]
         run = Run(values, array("q", [*addresses, *self._no_addresses]))
-        for number, allocate in self._early:
-            run.remember(number, allocate())
-        if self._slab_bytes:
-            memory = torch.empty(self._slab_bytes, dtype=torch.uint8, device=self._device)
-            for dtype, number in self._slab.items():
-                run.remember(number, memory.view(dtype))
         for step in self._steps:
             step(run)
         return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]
@@ -87,7 +84,6 @@ class _Builder:
     """Turns events into steps.
 
     Attributes:
-        early: the numbers of the memories that are allocated before the first step, each with its allocation.
         slab: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the values, the first ones, have addresses.
         values: what a run begins with: constants, and None for each tensor.
@@ -98,16 +94,16 @@ class _Builder:
         kept = {place.memory for place in outputs}
         self.num_externals, self.device = recorder.num_externals, recorder.device
         self.memories = dict(enumerate(recorder.memories))
-        allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
+        self.allocated = allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
-        on_cpu = recorder.device.type == "cpu"
-        self.offsets, self.slab_bytes = slab.plan({number: self.memories[number] for number in allocated - kept})
-        others = sum(each.nbytes for number, each in new.items() if number not in self.offsets)
-        is_small = on_cpu and self.slab_bytes + others <= SMALL_RUN_BYTES
-        is_early = allocated if is_small or not on_cpu else set[int]()
-        if not is_early:
-            self.offsets, self.slab_bytes = {}, 0
-        self.early = [(number, self._allocation(number)) for number in sorted(is_early & kept)]
+        temporaries = {number: new[number] for number in allocated - kept}
+        window = self._window(new, temporaries, len(recorder.events))
+        is_small = len(window) > 0 and self.device.type in WITHOUT_CACHE
+        self.offsets, slab_bytes = slab.plan({n: each for n, each in temporaries.items() if slab.within(window, each)})
+        if self.offsets and not is_small:
+            inside = [new[number] for number in self.offsets]
+            window = range(min(each.first for each in inside), max(each.last for each in inside) + 1)
+        together = {number for number in kept & allocated if new[number].first in window}
         self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
         self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))
         for number, dtype in enumerate(self.slab, len(recorder.memories)):
@@ -120,18 +116,33 @@ class _Builder:
         freed: dict[int, list[int]] = {}
         for number in () if is_small else new.keys() - kept - self.offsets.keys():
             freed.setdefault(self.memories[number].last, []).append(number)
+        if self.slab and not is_small:
+            freed.setdefault(window.stop - 1, []).extend(self.slab.values())
         for i, event in enumerate(recorder.events):
+            if window and i == window.start:
+                allocations = [(number, self._allocation(number)) for number in sorted(together)]
+                self._step(_AllocateTogether(allocations, slab_bytes, self.device, self.slab))
             if isinstance(event, Launch):
                 self.launches.append(event)
             elif isinstance(event, Operation):
                 self._operation(event)
-            elif event.memory not in is_early:
+            elif event.memory not in together and event.memory not in self.offsets:
                 self._step(_Allocate(event.memory, self._allocation(event.memory)))
             if i in freed:
                 views = [number for place, number in self.views.items() if place.memory in freed[i]]
                 self._step(_Free([*freed[i], *views]))
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+
+    def _window(
+        self, memories: Mapping[int, slab.Lifetime], temporaries: Mapping[int, slab.Lifetime], num_events: int
+    ) -> range:
+        """The events in which there is a slab."""
+        if self.device.type not in WITHOUT_CACHE:
+            results = [each for number, each in memories.items() if number not in self.allocated]
+            return slab.window(memories.values(), results, num_events)
+        others = sum(each.nbytes for number, each in memories.items() if number not in temporaries)
+        return range(num_events if slab.plan(temporaries)[1] + others <= SMALL_RUN_BYTES else 0)
 
     def _allocation(self, number: int) -> Allocate:
         memory = self.memories[number]
@@ -199,6 +210,28 @@ class _Allocate:
 
     def __call__(self, run: Run) -> None:
         run.remember(self.number, self.allocate())
+
+
+class _AllocateTogether:
+    """Allocates memories, and a slab as a vector of each dtype."""
+
+    def __init__(
+        self,
+        memories: Sequence[tuple[int, Allocate]],
+        slab_bytes: int,
+        device: torch.device,
+        slab_numbers: Mapping[torch.dtype, int],
+    ) -> None:
+        self.memories, self.slab_numbers = memories, slab_numbers
+        self.allocate_slab = functools.partial(torch.empty, slab_bytes, dtype=torch.uint8, device=device)
+
+    def __call__(self, run: Run) -> None:
+        for number, allocate in self.memories:
+            run.remember(number, allocate())
+        if self.slab_numbers:
+            memory = self.allocate_slab()
+            for dtype, number in self.slab_numbers.items():
+                run.remember(number, memory.view(dtype))
 
 
 class _View:

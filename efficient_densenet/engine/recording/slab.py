@@ -1,10 +1,15 @@
-"""The places of temporaries in one memory."""
+"""The places of temporaries in one memory, and the part of a run in which it exists."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 ALIGNMENT = 512
 """In bytes, as PyTorch's allocator for CUDA aligns."""
+
+
+PART_OF_PEAK = 64
+"""A result of an operation shares the memory of a slab if it takes at least this part, 1/64, of the run's peak."""
 
 
 class Lifetime(Protocol):
@@ -31,6 +36,26 @@ def plan(temporaries: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
         offsets[number] = offset
         total = max(total, offset + _aligned(each.nbytes))
     return offsets, total
+
+
+def window(memories: Collection[Lifetime], results: Collection[Lifetime], num_events: int) -> range:
+    """The events around the peak of `memories` between which no large one of `results` begins or ends.
+
+    An operation allocates its result itself, and a slab that exists then keeps memory that the result could take.
+    """
+    changes = [0] * (num_events + 2)  # outputs live after the last event
+    for each in memories:
+        changes[each.first] += each.nbytes
+        changes[each.last + 1] -= each.nbytes
+    live = list(itertools.accumulate(changes))
+    peak = max(range(num_events), key=live.__getitem__, default=0)
+    large = [each for each in results if each.nbytes * PART_OF_PEAK >= live[peak]]
+    start = max((each.last + 1 for each in large if each.last < peak), default=0)
+    return range(start, min((each.first for each in large if each.first > peak), default=num_events))
+
+
+def within(events: range, memory: Lifetime) -> bool:
+    return memory.first in events and memory.last in events
 
 
 def _aligned(nbytes: int) -> int:
