@@ -1,7 +1,7 @@
 """Draw the figures. Each is drawn from one CSV file of measurements and named after it, or from a directory of runs.
 
     python benchmarks/plot.py                                                    all files of measurements
-    python benchmarks/plot.py cpu_torch2.15.0_depth_sweep.csv --methods plain,shared
+    python benchmarks/plot.py cpu_torch2.14.1_depth_sweep.csv --methods plain,shared
     python benchmarks/plot.py convergence                                        the errors of runs, and their table
 
 A depth sweep shows memory against depth, a batch sweep memory against batch size, a crossover time against plain's, any

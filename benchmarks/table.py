@@ -1,6 +1,6 @@
 """Print a table of measurements from the CSV files, and write the tables of a document anew from the files.
 
-    python benchmarks/table.py cpu_torch2.15.0_densenet_bc_100_12_64.csv --allocator system
+    python benchmarks/table.py cpu_torch2.14.1_densenet_bc_100_12_64.csv --allocator system
     python benchmarks/table.py --check README.md
     python benchmarks/table.py --write README.md,docs/benchmarks.md,docs/cifar.md
 

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -66,6 +67,17 @@ class AppendsToAGlobalList(Block):
         x = super().forward(x)
         _skips.append(x)
         return x
+
+
+class AppendsToAListOfItsClass(Block):
+    """Few of its forwards do, and none while it is converted."""
+
+    large: ClassVar[list[Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.mean() > 1e3:
+            self.large.append(x)
+        return super().forward(x)
 
 
 class HandsItsOutputOn(Block):
@@ -158,6 +170,10 @@ BLOCKS = {
     "appends to a global list": (
         lambda: AppendsToAGlobalList(tiramisu),
         "may change _skips in AppendsToAGlobalList",
+    ),
+    "appends to a list of its class": (
+        lambda: AppendsToAListOfItsClass(tiramisu),
+        "reads large of a AppendsToAListOfItsClass, which a forward may change",
     ),
     "hands its output on": (
         lambda: HandsItsOutputOn(tiramisu),

@@ -180,8 +180,9 @@ def test_signals_and_volumes(dims, monkeypatch):
     ],
 )
 def test_triton_kernels(family, dtype, variant, blocks, side, monkeypatch):
-    """The kernels are interpreted on a machine without a GPU."""
+    """The kernels are interpreted on a machine without a GPU, with a slab as there."""
     use("Triton", monkeypatch)
+    monkeypatch.setattr(program, "WITHOUT_CACHE", ())
     x = torch.randn(2, 3, side, side, dtype=DTYPES[dtype])
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
 

@@ -75,6 +75,7 @@ class Code:
         self._reads_any = False
         self._held: list[tuple[nn.Module, str]] = []
         self._owners: list[Any] = []
+        self._collections: list[tuple[str, str]] = []
         self._of_norms: set[FunctionType] = set()
         self._pending = ["forward"]
         try:
@@ -130,6 +131,7 @@ class Code:
         what = f"{name} of a {owner.__name__}" if is_class else f"{name} of {_name_of(owner)}"
         of_norm = is_class and any(issubclass(each, owner) for each in self._norms)
         self.outside.append((what, self._see(what, vars(owner)[name], of_norm, is_method=is_class)))
+        self._collections += [(name, what)] if type(vars(owner)[name]) in _CHANGEABLE else []
 
     def _see(self, what: str, value: Any, of_norm: bool = False, is_method: bool = False) -> Any:
         """A form of `value` to be compared later: equal forms mean equivalent values."""
@@ -221,6 +223,9 @@ class Code:
             may_be_absent = self._reads_any and not name.startswith("_")  # code asks `hasattr`
             if not (may_be_absent or self._is_known(name)):
                 self._refuse(f"reads {name} of an object, of which nothing is known")
+        for name, what in self._collections:
+            if any(each.changes and name in each.attributes for each in self._seen.values()):
+                self._refuse(f"reads {what}, which a forward may change")
         outside = [loads for function, loads in self._seen.items() if function not in self._of_norms]
         for module in self._modules:
             for tensors in (_parameters(module), module._buffers):

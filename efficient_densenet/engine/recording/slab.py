@@ -7,9 +7,8 @@ from typing import Protocol
 ALIGNMENT = 512
 """In bytes, as PyTorch's allocator for CUDA aligns."""
 
-
 PART_OF_PEAK = 64
-"""A result of an operation shares the memory of a slab if it takes at least this part, 1/64, of the run's peak."""
+"""A result of an operation is large if it takes at least 1/64 of the memory at the run's peak."""
 
 
 class Lifetime(Protocol):
@@ -55,6 +54,7 @@ def window(memories: Collection[Lifetime], results: Collection[Lifetime], num_ev
 
 
 def within(events: range, memory: Lifetime) -> bool:
+    """Whether no other events use the memory."""
     return memory.first in events and memory.last in events
 
 
