@@ -6,7 +6,8 @@
 #     bash benchmarks/on_gpu.sh fp16 tiles             these parts alone
 #     bash benchmarks/on_gpu.sh --dry-run [part]...    what it would run; every command is imported and parsed
 #
-#     contact   every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm
+#     contact   every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm;
+#               where one is refused, nothing is measured afterwards
 #     tests     the kernels' tests, in a process for each core
 #     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
 #     bf16      under AMP in both memory formats, with torchvision's checkpointing and the portable kernels; so is fp16
@@ -105,7 +106,7 @@ measure() { # measure <seconds at most> <options of run.py>...
 kernel_tests() { # kernel_tests <file>...: in several processes, since most of their time is Triton's compiler's
     local shard pids=() log start=$SECONDS count=$(nproc)
     if [[ -n $dry_run ]]; then
-        part "kernel tests" 75 "$python" -m pytest "$@"
+        part "kernel tests" 95 "$python" -m pytest "$@"
         return
     elif ! "$python" -c "import pytest" 2>/dev/null; then
         failed+=("kernel tests")
@@ -116,7 +117,7 @@ kernel_tests() { # kernel_tests <file>...: in several processes, since most of t
     echo "== kernel tests in $count processes: $*"
     for ((shard = 1; shard <= count; shard++)); do
         # Interrupted, pytest says which tests have failed and why.
-        timeout -s INT -k 10 75 "$python" -m pytest "$@" --shard "$shard/$count" -v -p no:cacheprovider \
+        timeout -s INT -k 10 95 "$python" -m pytest "$@" --shard "$shard/$count" -v -p no:cacheprovider \
             >"$logs/kernel_tests_$shard.txt" 2>&1 &
         pids+=($!)
     done
@@ -145,6 +146,9 @@ run_part() {
         for state in cold warm; do
             part "first contact, $state" 100 "$python" -m efficient_densenet.doctor --compare
         done
+        if grep -qs "PyTorch's operations, since" "$logs"/*first_contact*.txt; then
+            refused=yes
+        fi
         ;;
     tests)
         kernel_tests tests/test_triton_kernels.py tests/test_triton_stem.py tests/test_fused_stem.py \
@@ -189,7 +193,15 @@ run_part() {
 graphs=plain,shared,graph_plain,graph_shared
 big=(--device cuda --model densenet121 --batch_size 64)
 small=(--device cuda --model densenet_bc_100_12 --batch_size 256)
-for name in "$@"; do run_part "$name"; done
+refused=
+for name in "$@"; do
+    if [[ -n $refused && $name != tests ]]; then
+        failed+=("$name")
+        finish "$name" "left out, since the first contact refused kernels: PyTorch's operations would be measured"
+    else
+        run_part "$name"
+    fi
+done
 if ((${#failed[@]})); then
     printf 'did not succeed: %s\n' "${failed[@]}" >&2
     [[ -n ${OUT:-} ]] || echo "what each part has printed is in $logs" >&2
