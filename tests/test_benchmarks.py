@@ -223,7 +223,7 @@ def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
 
 def test_the_gpu_script_measures_nothing_if_the_first_contact_has_refused_kernels(tmp_path):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho \"bfloat16: PyTorch's operations, since of the Triton kernels one differs\"\n")
+    python.write_text('#!/bin/sh\necho "bfloat16: PyTorch\'s operations, since of the Triton kernels one differs"\n')
     python.chmod(0o755)
     done = _on_gpu_sh("contact", "tf32", OUT=str(tmp_path / "out"), PYTHON=str(python))
     assert done.returncode == 1

@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -84,6 +84,10 @@ class _Builder:
     """Turns events into steps.
 
     Attributes:
+        window: the events in which there is a slab, if any temporaries lie within.
+        offsets: the places in the slab of the memories that lie there.
+        together: the memories of outputs that are allocated with the slab.
+        freed: the memories that are freed after an event, by its number.
         slab: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the values, the first ones, have addresses.
         values: what a run begins with: constants, and None for each tensor.
@@ -91,19 +95,10 @@ class _Builder:
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
-        kept = {place.memory for place in outputs}
         self.num_externals, self.device = recorder.num_externals, recorder.device
         self.memories = dict(enumerate(recorder.memories))
-        self.allocated = allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
-        new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
-        temporaries = {number: new[number] for number in allocated - kept}
-        window = self._window(new, temporaries, len(recorder.events))
-        is_small = len(window) > 0 and self.device.type in WITHOUT_CACHE
-        self.offsets, slab_bytes = slab.plan({n: each for n, each in temporaries.items() if slab.within(window, each)})
-        if self.offsets and not is_small:
-            inside = [new[number] for number in self.offsets]
-            window = range(min(each.first for each in inside), max(each.last for each in inside) + 1)
-        together = {number for number in kept & allocated if new[number].first in window}
+        self.allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
+        self._plan({place.memory for place in outputs}, len(recorder.events))
         self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
         self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))
         for number, dtype in enumerate(self.slab, len(recorder.memories)):
@@ -113,26 +108,28 @@ class _Builder:
         self.constants: dict[tuple[type, str], int] = {}
         self.steps: list[Step] = []
         self.launches: list[Launch] = []
-        freed: dict[int, list[int]] = {}
-        for number in () if is_small else new.keys() - kept - self.offsets.keys():
-            freed.setdefault(self.memories[number].last, []).append(number)
-        if self.slab and not is_small:
-            freed.setdefault(window.stop - 1, []).extend(self.slab.values())
         for i, event in enumerate(recorder.events):
-            if window and i == window.start:
-                allocations = [(number, self._allocation(number)) for number in sorted(together)]
-                self._step(_AllocateTogether(allocations, slab_bytes, self.device, self.slab))
-            if isinstance(event, Launch):
-                self.launches.append(event)
-            elif isinstance(event, Operation):
-                self._operation(event)
-            elif event.memory not in together and event.memory not in self.offsets:
-                self._step(_Allocate(event.memory, self._allocation(event.memory)))
-            if i in freed:
-                views = [number for place, number in self.views.items() if place.memory in freed[i]]
-                self._step(_Free([*freed[i], *views]))
+            self._event(i, event)
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+
+    def _plan(self, kept: Set[int], num_events: int) -> None:
+        """Decide where temporaries lie, and when memories are allocated and freed; `kept` are those of outputs."""
+        new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
+        temporaries = {number: new[number] for number in self.allocated - kept}
+        self.window = self._window(new, temporaries, num_events)
+        is_small = len(self.window) > 0 and self.device.type in WITHOUT_CACHE
+        within = {number: each for number, each in temporaries.items() if slab.within(self.window, each)}
+        self.offsets, self.slab_bytes = slab.plan(within)
+        if within and not is_small:
+            self.window = range(
+                min(each.first for each in within.values()), max(each.last for each in within.values()) + 1
+            )
+        self.together = {number for number in kept & self.allocated if new[number].first in self.window}
+        self.freed: dict[int, list[int]] = {}
+        for number in () if is_small else new.keys() - kept - within.keys():
+            self.freed.setdefault(new[number].last, []).append(number)
+        self.slab_end = self.window.stop - 1 if within and not is_small else None
 
     def _window(
         self, memories: Mapping[int, slab.Lifetime], temporaries: Mapping[int, slab.Lifetime], num_events: int
@@ -143,6 +140,22 @@ class _Builder:
             return slab.window(memories.values(), results, num_events)
         others = sum(each.nbytes for number, each in memories.items() if number not in temporaries)
         return range(num_events if slab.plan(temporaries)[1] + others <= SMALL_RUN_BYTES else 0)
+
+    def _event(self, number: int, event: Allocation | Operation | Launch) -> None:
+        """Add the steps of the event of this number."""
+        if self.window and number == self.window.start:
+            allocations = [(each, self._allocation(each)) for each in sorted(self.together)]
+            self._step(_AllocateTogether(allocations, self.slab_bytes, self.device, self.slab))
+        if isinstance(event, Launch):
+            self.launches.append(event)
+        elif isinstance(event, Operation):
+            self._operation(event)
+        elif event.memory not in self.together and event.memory not in self.offsets:
+            self._step(_Allocate(event.memory, self._allocation(event.memory)))
+        freed = [*self.freed.get(number, ()), *(self.slab.values() if number == self.slab_end else ())]
+        if freed:
+            views = [view for place, view in self.views.items() if place.memory in freed]
+            self._step(_Free([*freed, *views]))
 
     def _allocation(self, number: int) -> Allocate:
         memory = self.memories[number]
