@@ -18,8 +18,8 @@ from . import slab
 from .recorder import Allocation, Launch, Operation, Place, Recorder, mapped
 
 WITHOUT_CACHE = {"cpu"}
-"""The types of devices on which PyTorch keeps no freed memory for later allocations. On others each run has a slab, for
-the temporaries within its `slab.window`."""
+"""The types of devices on which PyTorch keeps no freed memory for later allocations. On others a run has the slab
+that `slab.choose` finds, if any."""
 
 SMALL_RUN_BYTES = 1 << 22
 """The most that a run without such a cache holds if it allocates everything at first, temporaries as a slab, and frees
@@ -84,11 +84,9 @@ class _Builder:
     """Turns events into steps.
 
     Attributes:
-        window: the events in which there is a slab, if any temporaries lie within.
-        offsets: the places in the slab of the memories that lie there.
-        together: the memories of outputs that are allocated with the slab.
+        slab: where temporaries lie.
         freed: the memories that are freed after an event, by its number.
-        slab: the numbers of the slab as a vector of each dtype.
+        vectors: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the values, the first ones, have addresses.
         values: what a run begins with: constants, and None for each tensor.
         outputs: the number of each output or, for a part of a memory, its place.
@@ -97,15 +95,17 @@ class _Builder:
     def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
         self.num_externals, self.device = recorder.num_externals, recorder.device
         self.memories = dict(enumerate(recorder.memories))
-        self.allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
-        self._plan({place.memory for place in outputs}, len(recorder.events))
-        self.slab = dict.fromkeys({self.memories[number].dtype for number in self.offsets}, 0)
-        self.values: list[Any] = [None] * (len(recorder.memories) + len(self.slab))
-        for number, dtype in enumerate(self.slab, len(recorder.memories)):
-            self.slab[dtype] = number
+        self.freed: dict[int, list[int]] = {}
+        self.slab = self._plan(recorder, {place.memory for place in outputs})
+        self.vectors = dict.fromkeys({self.memories[number].dtype for number in self.slab.offsets}, 0)
+        self.values: list[Any] = [None] * (len(recorder.memories) + len(self.vectors))
+        for number, dtype in enumerate(self.vectors, len(recorder.memories)):
+            self.vectors[dtype] = number
+            self.freed.setdefault(self.slab.events.stop - 1, []).append(number)
         self.num_memories = len(self.values)
         self.views: dict[Place, int] = {}
         self.constants: dict[tuple[type, str], int] = {}
+        self.lists: list[int] = []
         self.steps: list[Step] = []
         self.launches: list[Launch] = []
         for i, event in enumerate(recorder.events):
@@ -113,47 +113,35 @@ class _Builder:
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
 
-    def _plan(self, kept: Set[int], num_events: int) -> None:
-        """Decide where temporaries lie, and when memories are allocated and freed; `kept` are those of outputs."""
+    def _plan(self, recorder: Recorder, outputs: Set[int]) -> slab.Slab:
+        """The slab; and decide when memories are freed. `outputs` are those of outputs."""
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
-        temporaries = {number: new[number] for number in self.allocated - kept}
-        self.window = self._window(new, temporaries, num_events)
-        is_small = len(self.window) > 0 and self.device.type in WITHOUT_CACHE
-        within = {number: each for number, each in temporaries.items() if slab.within(self.window, each)}
-        self.offsets, self.slab_bytes = slab.plan(within)
-        if within and not is_small:
-            self.window = range(
-                min(each.first for each in within.values()), max(each.last for each in within.values()) + 1
-            )
-        self.together = {number for number in kept & self.allocated if new[number].first in self.window}
-        self.freed: dict[int, list[int]] = {}
-        for number in () if is_small else new.keys() - kept - within.keys():
-            self.freed.setdefault(new[number].last, []).append(number)
-        self.slab_end = self.window.stop - 1 if within and not is_small else None
-
-    def _window(
-        self, memories: Mapping[int, slab.Lifetime], temporaries: Mapping[int, slab.Lifetime], num_events: int
-    ) -> range:
-        """The events in which there is a slab."""
+        allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
+        temporaries, num_events = allocated - outputs, len(recorder.events)
         if self.device.type not in WITHOUT_CACHE:
-            results = [each for number, each in memories.items() if number not in self.allocated]
-            return slab.window(memories.values(), results, num_events)
-        others = sum(each.nbytes for number, each in memories.items() if number not in temporaries)
-        return range(num_events if slab.plan(temporaries)[1] + others <= SMALL_RUN_BYTES else 0)
+            chosen = slab.choose(new, allocated, outputs, num_events)
+        else:
+            offsets, nbytes = slab.plan({number: new[number] for number in temporaries})
+            if nbytes + sum(each.nbytes for number, each in new.items() if number not in offsets) <= SMALL_RUN_BYTES:
+                return slab.Slab(range(num_events), offsets, nbytes, outputs & allocated)
+            chosen = slab.NO_SLAB
+        for number in new.keys() - outputs - chosen.offsets.keys():
+            self.freed.setdefault(new[number].last, []).append(number)
+        return chosen
 
     def _event(self, number: int, event: Allocation | Operation | Launch) -> None:
         """Add the steps of the event of this number."""
-        if self.window and number == self.window.start:
-            allocations = [(each, self._allocation(each)) for each in sorted(self.together)]
-            self._step(_AllocateTogether(allocations, self.slab_bytes, self.device, self.slab))
+        if self.slab.events and number == self.slab.events.start:
+            outputs = [(each, self._allocation(each)) for each in sorted(self.slab.outputs)]
+            self._step(_AllocateSlab(outputs, self.slab.nbytes, self.device, self.vectors))
         if isinstance(event, Launch):
             self.launches.append(event)
         elif isinstance(event, Operation):
             self._operation(event)
-        elif event.memory not in self.together and event.memory not in self.offsets:
+        elif event.memory not in self.slab.outputs and event.memory not in self.slab.offsets:
             self._step(_Allocate(event.memory, self._allocation(event.memory)))
-        freed = [*self.freed.get(number, ()), *(self.slab.values() if number == self.slab_end else ())]
-        if freed:
+        if number in self.freed:
+            freed = self.freed[number]
             views = [view for place, view in self.views.items() if place.memory in freed]
             self._step(_Free([*freed, *views]))
 
@@ -176,6 +164,9 @@ class _Builder:
         args = [self._value(each) for each in event.args]
         kwargs = {name: self._value(each) for name, each in event.kwargs.items()}
         self._step(_Operate(_FUNCTIONS.get(event.function, event.function), args, kwargs, event.results))
+        if self.lists:
+            self._step(_Free(self.lists))
+            self.lists = []
 
     def _value(self, argument: Any) -> int:
         """The number of an argument: of a constant, a tensor, or a list with tensors."""
@@ -184,6 +175,7 @@ class _Builder:
         if isinstance(argument, list) and any(isinstance(each, Place) for each in argument):
             number = self._new_value()
             self._step(_Collect(number, [self._value(each) for each in argument]))
+            self.lists.append(number)
             return number
         constant = type(argument), repr(argument)
         if constant not in self.constants:
@@ -207,14 +199,14 @@ class _Builder:
 
     def _placed(self, place: Place) -> Place:
         """The place in the slab, for a temporary there."""
-        if place.memory not in self.offsets:
+        if place.memory not in self.slab.offsets:
             return place
-        number = self.slab[self.memories[place.memory].dtype]
-        return place._replace(memory=number, offset=self.offsets[place.memory] + place.offset)
+        number = self.vectors[self.memories[place.memory].dtype]
+        return place._replace(memory=number, offset=self.slab.offsets[place.memory] + place.offset)
 
     def _is_whole(self, place: Place) -> bool:
         """Whether it is the first tensor in a memory of its own."""
-        return place.memory not in self.offsets and place == self.memories[place.memory].place(place.memory)
+        return place.memory not in self.slab.offsets and place == self.memories[place.memory].place(place.memory)
 
 
 class _Allocate:
@@ -225,25 +217,24 @@ class _Allocate:
         run.remember(self.number, self.allocate())
 
 
-class _AllocateTogether:
-    """Allocates memories, and a slab as a vector of each dtype."""
+class _AllocateSlab:
+    """Allocates the slab, as a vector of each dtype, and outputs."""
 
     def __init__(
         self,
-        memories: Sequence[tuple[int, Allocate]],
-        slab_bytes: int,
+        outputs: Sequence[tuple[int, Allocate]],
+        nbytes: int,
         device: torch.device,
-        slab_numbers: Mapping[torch.dtype, int],
+        vectors: Mapping[torch.dtype, int],
     ) -> None:
-        self.memories, self.slab_numbers = memories, slab_numbers
-        self.allocate_slab = functools.partial(torch.empty, slab_bytes, dtype=torch.uint8, device=device)
+        self.outputs, self.nbytes, self.device, self.vectors = outputs, nbytes, device, vectors
 
     def __call__(self, run: Run) -> None:
-        for number, allocate in self.memories:
+        for number, allocate in self.outputs:
             run.remember(number, allocate())
-        if self.slab_numbers:
-            memory = self.allocate_slab()
-            for dtype, number in self.slab_numbers.items():
+        if self.vectors:
+            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+            for dtype, number in self.vectors.items():
                 run.remember(number, memory.view(dtype))
 
 
