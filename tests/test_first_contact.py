@@ -5,6 +5,7 @@ The comparison runs through Triton's interpreter here. Its process, and the devi
 
 import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -80,6 +81,14 @@ def test_rounding_of_large_cases_is_no_fault(dtype, monkeypatch):
     large = [each for each in check_on_device.large_checks(dtype) if each.operation == "conv1x1_backward"]
     monkeypatch.setattr(check_on_device, "_checks_on", lambda *_: ([], large))
     assert _find_fault(dtype) is None
+
+
+def test_nan_is_no_rounding_where_pytorch_s_operations_have_it_too():
+    def function(kernels, case) -> list[torch.Tensor]:
+        return [case.values if case.dtype is torch.float64 else case.values * math.nan]
+
+    check = check_on_device.Check("center", function, lambda: Case((2, 3), 4, 5))
+    assert "differs" in check_on_device._compare(operations, "cpu", 1e-2, check)
 
 
 def _plant(monkeypatch, name: str, error: Exception | None = None) -> None:

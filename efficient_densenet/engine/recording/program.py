@@ -114,7 +114,7 @@ class _Builder:
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
 
     def _plan(self, recorder: Recorder, outputs: Set[int]) -> slab.Slab:
-        """The slab; and decide when memories are freed. `outputs` are those of outputs."""
+        """The slab; and decide when memories are freed. `outputs` are the numbers of the memories of outputs."""
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
         allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
         temporaries, num_events = allocated - outputs, len(recorder.events)

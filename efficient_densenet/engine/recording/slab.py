@@ -53,7 +53,8 @@ def choose(memories: Mapping[int, Lifetime], allocated: Set[int], outputs: Set[i
     """
     peak = NO_SLAB.peak(memories, num_events)
     found = []
-    for slab in _candidates(memories, allocated, outputs, num_events):
+    results = [each for n, each in memories.items() if n not in allocated and each.nbytes >= LARGE * peak]
+    for slab in _candidates(memories, results, allocated, outputs, num_events):
         held = slab.peak(memories, num_events)
         if held <= MOST * peak + SMALL_SLACK:
             found.append((held, slab))
@@ -63,14 +64,16 @@ def choose(memories: Mapping[int, Lifetime], allocated: Set[int], outputs: Set[i
 
 
 def _candidates(
-    memories: Mapping[int, Lifetime], allocated: Set[int], outputs: Set[int], num_events: int
+    memories: Mapping[int, Lifetime],
+    results: Iterable[Lifetime],
+    allocated: Set[int],
+    outputs: Set[int],
+    num_events: int,
 ) -> Iterator[Slab]:
-    """Slabs of the temporaries within the whole run, and within each part of it between large results of operations.
+    """Slabs of the temporaries within the whole run, and within each part of it between large `results` of operations.
 
     An operation allocates its result itself, and a slab that exists then keeps memory that the result could take.
     """
-    large = LARGE * NO_SLAB.peak(memories, num_events)
-    results = [each for number, each in memories.items() if number not in allocated and each.nbytes >= large]
     cuts = sorted({0, num_events, *(each.first for each in results), *(each.last + 1 for each in results)})
     for start, stop in {(0, num_events), *itertools.pairwise(cuts)}:
         inside = {
