@@ -1,14 +1,12 @@
-"""A recorded run as a list of steps, which do the same on other tensors.
+"""A recorded run as a Python function, which does the same on other tensors.
 
 Tensors have numbers: the externals, the memories that the run allocates, the slab, and views. Each run has a list of
 its tensors and an array of their addresses, so any number of threads may replay one program at once.
 """
 
-import functools
-import itertools
-import operator
 from array import array
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -26,23 +24,16 @@ SMALL_RUN_BYTES = 1 << 22
 nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
 from the system each time, and raise the peak."""
 
-Allocate = Callable[[], Tensor]
-Step = Callable[[Any], None]
-"""A step of a `Run`."""
-
+_METHODS = {"addcmul_", "copy_", "mul_", "relu_", "rsqrt_", "zero_"}
 _FUNCTIONS = {
-    torch.ops.aten.cat.default: torch.cat,
-    torch.ops.aten.convolution.default: torch.convolution,
-    torch.ops.aten.copy_.default: Tensor.copy_,
-    torch.ops.aten.mul_.Tensor: Tensor.mul_,
-    torch.ops.aten.sub.out: torch.sub,
-    torch.ops.aten.zero_.default: Tensor.zero_,
+    *("add", "addcmul", "batch_norm_update_stats", "cat", "convolution", "mean", "mm", "mul", "stack", "sub", "sum"),
 }
-"""PyTorch's own bindings of frequent operations, which take half the time of an operation's general call, or less."""
+"""Frequent operations, of which PyTorch's own bindings take the same arguments and a third of the time of an
+operation's general call: methods of tensors, and functions."""
 
 
 class Run:
-    """The tensors of one run by their numbers, among constant arguments of operations, and their addresses."""
+    """The tensors of one run by their numbers, and the addresses of those that are memories."""
 
     __slots__ = ("addresses", "values")
 
@@ -53,19 +44,15 @@ class Run:
         base = self.values[place.memory]
         return base.as_strided(place.size, place.stride, base.storage_offset() + place.offset // place.dtype.itemsize)
 
-    def remember(self, number: int, tensor: Tensor) -> None:
-        self.values[number] = tensor
-        self.addresses[number] = tensor.data_ptr()
-
 
 class Program:
-    """What a run did, for externals of the same layout. `outputs` are what it returned."""
+    """What a run did, for externals of the same layout. `outputs` are what it returned, `source` is the function."""
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
         self.overlaps = recorder.overlaps
         builder = _Builder(recorder, [recorder.place(each) for each in outputs])
-        self._steps, self._outputs = builder.steps, builder.outputs
-        self._values = builder.values[recorder.num_externals :]
+        self.source, self._replay, self._outputs = builder.source, builder.function(), builder.outputs
+        self._no_values = [None] * (builder.num_values - recorder.num_externals)
         self._no_addresses = [0] * (builder.num_memories - recorder.num_externals)
 
     def fits(self, addresses: Sequence[int]) -> bool:
@@ -73,22 +60,22 @@ class Program:
         return all(addresses[b] - addresses[a] == distance for a, b, distance in self.overlaps)
 
     def run(self, externals: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
-        values = [*externals, *self._values]
+        values = [*externals, *self._no_values]
         run = Run(values, array("q", [*addresses, *self._no_addresses]))
-        for step in self._steps:
-            step(run)
+        self._replay(run, values, run.addresses)
         return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]
 
 
 class _Builder:
-    """Turns events into steps.
+    """Turns events into the lines of a function `replay(run, values, addresses)`.
 
     Attributes:
         slab: where temporaries lie.
         freed: the memories that are freed after an event, by its number.
         vectors: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the values, the first ones, have addresses.
-        values: what a run begins with: constants, and None for each tensor.
+        num_values: how many values there are.
+        names: what the function calls, and constants that have no literals.
         outputs: the number of each output or, for a part of a memory, its place.
     """
 
@@ -98,20 +85,29 @@ class _Builder:
         self.freed: dict[int, list[int]] = {}
         self.slab = self._plan(recorder, {place.memory for place in outputs})
         self.vectors = dict.fromkeys({self.memories[number].dtype for number in self.slab.offsets}, 0)
-        self.values: list[Any] = [None] * (len(recorder.memories) + len(self.vectors))
         for number, dtype in enumerate(self.vectors, len(recorder.memories)):
             self.vectors[dtype] = number
             self.freed.setdefault(self.slab.events.stop - 1, []).append(number)
-        self.num_memories = len(self.values)
+        self.num_memories = self.num_values = len(recorder.memories) + len(self.vectors)
+        self.has_launches = any(isinstance(event, Launch) for event in recorder.events)
         self.views: dict[Place, int] = {}
-        self.constants: dict[tuple[type, str], int] = {}
-        self.lists: list[int] = []
-        self.steps: list[Step] = []
+        self.names: dict[str, Any] = {}
+        self._known_names: dict[Any, str] = {}
+        self.lines = ["def replay(run, values, addresses):"]
         self.launches: list[Launch] = []
         for i, event in enumerate(recorder.events):
             self._event(i, event)
         self._end_launches()
         self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+
+    @property
+    def source(self) -> str:
+        return "\n    ".join([*self.lines, "pass"])
+
+    def function(self) -> Any:
+        """The function, compiled."""
+        exec(compile(self.source, "<recorded run>", "exec"), self.names)
+        return self.names["replay"]
 
     def _plan(self, recorder: Recorder, outputs: Set[int]) -> slab.Slab:
         """The slab; and decide when memories are freed. `outputs` are the numbers of the memories of outputs."""
@@ -130,57 +126,59 @@ class _Builder:
         return chosen
 
     def _event(self, number: int, event: Allocation | Operation | Launch) -> None:
-        """Add the steps of the event of this number."""
+        """Add the lines of the event of this number."""
         if self.slab.events and number == self.slab.events.start:
-            outputs = [(each, self._allocation(each)) for each in sorted(self.slab.outputs)]
-            self._step(_AllocateSlab(outputs, self.slab.nbytes, self.device, self.vectors))
+            self._allocate_slab()
         if isinstance(event, Launch):
             self.launches.append(event)
         elif isinstance(event, Operation):
             self._operation(event)
         elif event.memory not in self.slab.outputs and event.memory not in self.slab.offsets:
-            self._step(_Allocate(event.memory, self._allocation(event.memory)))
+            self._allocate(event.memory)
         if number in self.freed:
             freed = self.freed[number]
-            views = [view for place, view in self.views.items() if place.memory in freed]
-            self._step(_Free([*freed, *views]))
+            self._free([*freed, *(view for place, view in self.views.items() if place.memory in freed)])
 
-    def _allocation(self, number: int) -> Allocate:
+    def _allocate(self, number: int) -> None:
         memory = self.memories[number]
-        settings = {"dtype": memory.dtype, "device": self.device}
-        return functools.partial(torch.empty_strided, memory.size, memory.stride, **settings)
+        empty, dtype, device = map(self._name, (torch.empty_strided, memory.dtype, self.device))
+        self._assign(number, f"{empty}({memory.size}, {memory.stride}, dtype={dtype}, device={device})")
 
-    def _step(self, step: Step) -> None:
-        self._end_launches()
-        self.steps.append(step)
-
-    def _end_launches(self) -> None:
-        """Add the launches since the last other event as one step for each run of one kind."""
-        for kind, group in itertools.groupby(self.launches, lambda launch: launch.kind):
-            self.steps.append(kind([(each.kernel, mapped(each.arguments, Place, self._placed)) for each in group]))
-        self.launches.clear()
+    def _allocate_slab(self) -> None:
+        """Allocate outputs, and the slab, as a vector of each dtype."""
+        for number in sorted(self.slab.outputs):
+            self._allocate(number)
+        if self.vectors:
+            empty, dtype, device = map(self._name, (torch.empty, torch.uint8, self.device))
+            self._line(f"slab = {empty}({self.slab.nbytes}, dtype={dtype}, device={device})")
+            for dtype, number in self.vectors.items():
+                self._assign(number, f"slab.view({self._name(dtype)})")
+            self._line("del slab")
 
     def _operation(self, event: Operation) -> None:
-        args = [self._value(each) for each in event.args]
-        kwargs = {name: self._value(each) for name, each in event.kwargs.items()}
-        self._step(_Operate(_FUNCTIONS.get(event.function, event.function), args, kwargs, event.results))
-        if self.lists:
-            self._step(_Free(self.lists))
-            self.lists = []
+        name = event.function.overloadpacket.__name__
+        owner = Tensor if name in _METHODS else torch if name in _FUNCTIONS else None
+        function = self._name(event.function if owner is None else getattr(owner, name))
+        arguments = [self._argument(each) for each in event.args]
+        arguments += [f"{name}={self._argument(each)}" for name, each in event.kwargs.items()]
+        call = f"{function}({', '.join(arguments)})"
+        if not event.results:
+            self._line(call)
+        elif len(event.function._schema.returns) == 1 and str(event.function._schema.returns[0].type) == "Tensor":
+            self._assign(event.results[0][1], call)
+        else:
+            self._line(f"results = {call}")
+            for i, number in event.results:
+                self._assign(number, f"results[{i}]")
+            self._line("del results")
 
-    def _value(self, argument: Any) -> int:
-        """The number of an argument: of a constant, a tensor, or a list with tensors."""
+    def _argument(self, argument: Any) -> str:
+        """An argument of an operation, as code."""
         if isinstance(argument, Place):
-            return self._tensor(argument)
-        if isinstance(argument, list) and any(isinstance(each, Place) for each in argument):
-            number = self._new_value()
-            self._step(_Collect(number, [self._value(each) for each in argument]))
-            self.lists.append(number)
-            return number
-        constant = type(argument), repr(argument)
-        if constant not in self.constants:
-            self.constants[constant] = self._new_value(argument)
-        return self.constants[constant]
+            return f"values[{self._tensor(argument)}]"
+        if isinstance(argument, list):
+            return f"[{', '.join(map(self._argument, argument))}]"
+        return repr(argument) if argument is None or type(argument) in (bool, int) else self._name(argument)
 
     def _tensor(self, place: Place) -> int:
         """The number of the tensor at a place; a view is made where it is first needed."""
@@ -188,14 +186,13 @@ class _Builder:
             return place.memory
         placed = self._placed(place)
         if placed not in self.views:
-            self.views[placed] = self._new_value()
-            step = _ViewOfExternal if placed.memory < self.num_externals else _View
-            self._step(step(self.views[placed], placed))
+            base, offset = f"values[{placed.memory}]", str(placed.offset // placed.dtype.itemsize)
+            if placed.memory < self.num_externals:  # which may begin anywhere in its storage
+                offset += f" + {base}.storage_offset()"
+            self._assign(self.num_values, f"{base}.as_strided({placed.size}, {placed.stride}, {offset})")
+            self.views[placed] = self.num_values
+            self.num_values += 1
         return self.views[placed]
-
-    def _new_value(self, value: Any = None) -> int:
-        self.values.append(value)
-        return len(self.values) - 1
 
     def _placed(self, place: Place) -> Place:
         """The place in the slab, for a temporary there."""
@@ -208,96 +205,29 @@ class _Builder:
         """Whether it is the first tensor in a memory of its own."""
         return place.memory not in self.slab.offsets and place == self.memories[place.memory].place(place.memory)
 
+    def _name(self, value: Any) -> str:
+        """A name of a value in the function."""
+        key = type(value), repr(value), id(value) if callable(value) else 0
+        if key not in self._known_names:
+            self._known_names[key] = f"name{len(self.names)}"
+            self.names[self._known_names[key]] = value
+        return self._known_names[key]
 
-class _Allocate:
-    def __init__(self, number: int, allocate: Allocate) -> None:
-        self.number, self.allocate = number, allocate
+    def _assign(self, number: int, code: str) -> None:
+        self._line(f"values[{number}] = {code}")
+        if self.has_launches and number < self.num_memories:
+            self._line(f"addresses[{number}] = values[{number}].data_ptr()")
 
-    def __call__(self, run: Run) -> None:
-        run.remember(self.number, self.allocate())
+    def _free(self, numbers: Iterable[int]) -> None:
+        self._line("".join(f"values[{number}] = " for number in numbers) + "None")
 
+    def _line(self, line: str) -> None:
+        self._end_launches()
+        self.lines.append(line)
 
-class _AllocateSlab:
-    """Allocates the slab, as a vector of each dtype, and outputs."""
-
-    def __init__(
-        self,
-        outputs: Sequence[tuple[int, Allocate]],
-        nbytes: int,
-        device: torch.device,
-        vectors: Mapping[torch.dtype, int],
-    ) -> None:
-        self.outputs, self.nbytes, self.device, self.vectors = outputs, nbytes, device, vectors
-
-    def __call__(self, run: Run) -> None:
-        for number, allocate in self.outputs:
-            run.remember(number, allocate())
-        if self.vectors:
-            memory = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-            for dtype, number in self.vectors.items():
-                run.remember(number, memory.view(dtype))
-
-
-class _View:
-    def __init__(self, number: int, place: Place) -> None:
-        self.number, self.base = number, place.memory
-        self.settings = place.size, place.stride, place.offset // place.dtype.itemsize
-
-    def __call__(self, run: Run) -> None:
-        run.values[self.number] = run.values[self.base].as_strided(*self.settings)
-
-
-class _ViewOfExternal:
-    """An external may begin anywhere in its storage."""
-
-    def __init__(self, number: int, place: Place) -> None:
-        self.number, self.place = number, place
-
-    def __call__(self, run: Run) -> None:
-        run.values[self.number] = run.tensor(self.place)
-
-
-class _Collect:
-    """Makes a list of tensors."""
-
-    def __init__(self, number: int, numbers: Sequence[int]) -> None:
-        self.number, self.numbers = number, numbers
-
-    def __call__(self, run: Run) -> None:
-        run.values[self.number] = [run.values[number] for number in self.numbers]
-
-
-class _Operate:
-    """Calls an operation, whose arguments are values."""
-
-    def __init__(
-        self, function: Any, args: Sequence[int], kwargs: Mapping[str, int], results: Sequence[tuple[int, int]]
-    ) -> None:
-        self.function, self.names, self.results = function, tuple(kwargs), results
-        self.args, self.kwargs = _getter(args), _getter([*kwargs.values()])
-
-    def __call__(self, run: Run) -> None:
-        values = run.values
-        if self.names:
-            keywords = dict(zip(self.names, self.kwargs(values), strict=True))
-            output = self.function(*self.args(values), **keywords)
-        else:
-            output = self.function(*self.args(values))
-        for i, number in self.results:
-            run.remember(number, output if isinstance(output, Tensor) else output[i])
-
-
-def _getter(numbers: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A function that returns these elements of a list."""
-    if len(numbers) > 1:
-        return operator.itemgetter(*numbers)
-    return operator.itemgetter(slice(numbers[0], numbers[0] + 1) if numbers else slice(0))
-
-
-class _Free:
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.numbers = numbers
-
-    def __call__(self, run: Run) -> None:
-        for number in self.numbers:
-            run.values[number] = None
+    def _end_launches(self) -> None:
+        """Add the launches since the last other event, one line for each run of one kind."""
+        launches, self.launches = self.launches, []
+        for kind, group in groupby(launches, lambda launch: launch.kind):
+            made = kind([(each.kernel, mapped(each.arguments, Place, self._placed)) for each in group])
+            self.lines.append(f"{self._name(made)}(run)")
