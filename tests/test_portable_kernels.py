@@ -8,6 +8,7 @@ from helpers import assert_close
 from efficient_densenet._dimensions import dimensions_of
 from efficient_densenet.kernels import convolution, portable, row_tiles
 from efficient_densenet.kernels.comparison import OPERATIONS, Case
+from efficient_densenet.kernels.interface import BatchNormBackward, GradAccumulator
 
 IM2COL = torch.ops.aten._slow_conv2d_forward.default, torch.ops.aten._slow_conv2d_backward.output_mask
 
@@ -73,13 +74,37 @@ def test_tiles_of_few_rows_compute_what_one_tile_does(operation, tile_bytes, mon
         assert_close(result, reference)
 
 
-@pytest.mark.parametrize("num_rows", [2, 37, 300])
+@pytest.mark.parametrize("num_rows", [2, 37, 3001])
 @pytest.mark.parametrize("mean", [0.0, 30.0])
-def test_batch_statistics_are_accurate(num_rows, mean):
-    values = torch.randn(num_rows, 9) + mean
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_statistics_are_accurate(num_rows, mean, dtype):
+    values = (torch.randn(num_rows, 9) + mean * torch.linspace(0, 1, num_rows)[:, None]).to(dtype)
     case = Case((1, 1, 1), 9, 2)
     result_mean, variance, inv_std = case.with_statistics(lambda s: portable.batch_statistics(values, s), 9)
     exact = values.double()
     torch.testing.assert_close(result_mean, exact.mean(0).float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(variance, exact.var(0, correction=0).float(), rtol=1e-5, atol=1e-12)
     torch.testing.assert_close(inv_std, (variance + 1e-3).rsqrt())
+
+
+@pytest.mark.parametrize("tile_bytes", [None, 600])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
+def test_the_backward_of_a_norm_with_one_consumer(tile_bytes, dtype, tolerance, monkeypatch):
+    if tile_bytes:
+        monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
+    case = Case((3, 4, 5), 6, 3, dtype)
+    case = case.in_float64() if dtype is torch.float64 else case
+    grads = []
+    for only_consumer in (False, True):
+        accumulator = GradAccumulator(torch.empty_like(case.values), True, True, torch.zeros_like(case.sums))
+        accumulator = accumulator._replace(only_consumer=only_consumer)
+        grads.append(
+            portable.conv3x3_backward(case.grad_output, case.input, case.weight3x3, accumulator, case.shape, 1)
+        )
+        if not only_consumer:
+            backward = case.values, accumulator.grad_accum, case.inv_std, case.mean, accumulator.sums, len(case.values)
+            expected = portable.batch_norm_grad_input(BatchNormBackward(*backward))
+    assert grads[0].norm_input is None
+    for result, reference in zip(grads[1], (*grads[0][:3], expected), strict=True):
+        assert result.dtype is reference.dtype
+        assert (result - reference).abs().max() <= tolerance * reference.abs().max()

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels, make_efficient
-from efficient_densenet.engine.recording import program, programs, slab
+from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
 from efficient_densenet.engine.stage.operator import StageOperator
 
@@ -147,10 +147,11 @@ def model_of(family: str, dtype: str, variant: str, **settings) -> nn.Module:
         variant=VARIANTS,
         memory_format=[torch.contiguous_format, torch.channels_last],
         autocast=[False, True],
+        kernel_set=["Numba", "portable"],
     )
 )
-def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, autocast, monkeypatch):
-    use("Numba", monkeypatch)
+def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, autocast, kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
     model = model_of(family, dtype, variant).to(memory_format=memory_format)
     sizes = [(3, 3, 40, 45), (2, 3, 48, 40)] if family == "imagenet" else [(3, 3, 9, 7), (2, 3, 8, 8)]
     images = [torch.randn(size, dtype=DTYPES[dtype]).contiguous(memory_format=memory_format) for size in sizes]
@@ -162,9 +163,10 @@ def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, a
     assert_replayed(model, *images, step=step)
 
 
+@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
 @pytest.mark.parametrize("dims", [1, 3])
-def test_signals_and_volumes(dims, monkeypatch):
-    use("Numba", monkeypatch)
+def test_signals_and_volumes(dims, kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
     model = small_model("imagenet", efficient="shared", dims=dims).float()
     assert_replayed(model, torch.randn(2, 3, *[40] * dims), torch.randn(3, 3, *[36] * dims))
 
@@ -187,10 +189,11 @@ def test_triton_kernels(family, dtype, variant, blocks, side, monkeypatch):
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
 
 
+@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
 @pytest.mark.parametrize(("small_run_bytes", "without_cache"), [(0, {"cpu"}), (1 << 30, {"cpu"}), (0, ())])
-def test_images_of_several_tiles(small_run_bytes, without_cache, monkeypatch):
+def test_images_of_several_tiles(small_run_bytes, without_cache, kernel_set, monkeypatch):
     """A run that frees what it does not need any more, one with a slab, and one with a slab as on a GPU."""
-    use("Numba", monkeypatch)
+    use(kernel_set, monkeypatch)
     monkeypatch.setitem(importlib.import_module("efficient_densenet.kernels.row_tiles").TILE_BYTES, "cpu", 3000)
     monkeypatch.setattr(program, "SMALL_RUN_BYTES", small_run_bytes)
     monkeypatch.setattr(program, "WITHOUT_CACHE", without_cache)
@@ -503,9 +506,15 @@ def test_temporaries_that_live_at_once_do_not_overlap(seed):
     assert max(offsets[i] + each[i].nbytes for i in each) <= size < sum(each[i].nbytes + 512 for i in each)
 
 
-def test_a_run_that_launches_no_kernels_is_not_recorded(monkeypatch):
+def test_a_long_run_is_not_recorded(monkeypatch):
     use("portable", monkeypatch)
-    model = small_model("bc", efficient="shared").float()
-    for _ in range(3):
-        results(model, torch.randn(2, 3, 8, 8))
-    assert programs.entries() == []
+    monkeypatch.setattr(recorder, "MAX_EVENTS", 60)
+    model, direct = (small_model("bc", efficient=engine).float() for engine in ("shared", "shared"))
+    direct.load_state_dict(model.state_dict())
+    for _ in range(4):
+        x = torch.randn(2, 3, 8, 8)
+        actual = results(model, x)
+        with recording("off"):
+            expected = results(direct, x)
+        assert_equal(actual, expected)
+    assert any("more than 60 events" in str(entry) for entry in programs.entries())

@@ -94,13 +94,13 @@ def test_where_none_is_saved():
     assert all(layer.keep_bottleneck is not None for layer in budgeted.features.denseblock3.children())
 
 
-@pytest.mark.parametrize(("kernels", "most"), [("", 7), ("portable", 234)])
-def test_a_stage_of_few_pixels_is_small_and_fast_in_plain_modules(kernels, most, monkeypatch):
+@pytest.mark.parametrize("kernels", ["", "portable"])
+def test_a_stage_of_few_pixels_is_small_and_fast_in_plain_modules(kernels, monkeypatch):
     if kernels:
         monkeypatch.setattr("efficient_densenet.kernels.numba_supports", lambda values: False)
     model = DenseNet(32, (1, 2), 0.5, 64, num_classes=5, small_inputs=True)
     block, taken = model.features.denseblock2, "plain"
-    for batch in (most // 4, most // 4 + 1):  # of 2 × 2 pixels there
+    for batch in (1, 2):  # of 2 × 2 pixels there, of at most 7
         x = torch.randn(batch, 3, 4, 4)
         assert choose.describe_plan(block, torch.randn(batch, 48, 2, 2)).startswith(taken)
         plain = copy.deepcopy(model).double()

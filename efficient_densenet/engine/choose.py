@@ -278,9 +278,7 @@ def _is_faster_plain(stage: StagePlan, x: Tensor) -> bool:
     alone = stage.spec.sync_group is None and not stage.sharded and not torch.compiler.is_compiling()
     if not alone or device_type(x) != "cpu":
         return False
-    is_portable = kernels.kernels_for(x, stage.spec.activations) is kernels.portable
-    values = saving.PLAIN_VALUES_PORTABLE if is_portable else saving.PLAIN_VALUES
-    return x.shape[0] * x.shape[2:].numel() <= values * stage.plain_pixels
+    return x.shape[0] * x.shape[2:].numel() <= saving.PLAIN_VALUES * stage.plain_pixels
 
 
 def _plan_by(

@@ -21,7 +21,6 @@ from torch import Tensor
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
 from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
-from ..kernels import portable
 from ..kernels.interface import Kernels
 from .recording import programs
 
@@ -211,11 +210,11 @@ class Operator:
         """What `compute` returns, which depends on the specification, the settings and the tensors; replayed where it
         has been recorded.
 
-        A stage that communicates is never recorded, nor are PyTorch's own operations, which a replay would call too.
+        A stage that communicates is never recorded.
         """
         with autocast_disabled(values):
             kernels = self.kernels(spec, values)
-            if spec.sync_group is not None or kernels is portable:
+            if spec.sync_group is not None:
                 return compute()
             return programs.run(compute, (self.name, spec, kernels, *settings), tensors)
 

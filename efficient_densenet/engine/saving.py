@@ -23,10 +23,8 @@ from .parts import LayerParts, NoPartsError, consumer_parts, parts_of
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
 
-
-PLAIN_VALUES, PLAIN_VALUES_PORTABLE = 1 / 16, 2.0
-"""A stage's plain modules run on a CPU if they save at most this multiple of its weights' values, by kernels: portable
-ones take longer."""
+PLAIN_VALUES = 1 / 16
+"""A stage's plain modules run on a CPU if they save at most this multiple of its weights' values."""
 
 
 class BlockSizes(NamedTuple):

@@ -92,24 +92,29 @@ class GradAccumulator(NamedTuple):
     """The place in which a backward kernel accumulates: grad_accum += grad_scale · grad, or `=` with `overwrite`.
 
     γ · grad_bias and γ · grad_weight of the norm are added to `sums`, (2, channels), which is None under a frozen norm.
-    `needs_grad_weight` is False where the convolution's weight does not require a gradient.
+    `needs_grad_weight` is False where the convolution's weight does not require a gradient. With `only_consumer`, no
+    other norm reads the values, in any process: the kernel may compute their gradient and return it as
+    `Gradients.norm_input`; grad_accum and sums are then undefined.
     """
 
     grad_accum: Tensor  # (pixels, channels)
     overwrite: bool = False
     needs_grad_weight: bool = True
     sums: Tensor | None = None
+    only_consumer: bool = False
 
     def tile(self, rows: slice) -> "GradAccumulator":
         return self._replace(grad_accum=self.grad_accum[rows])
 
 
 class Gradients(NamedTuple):
-    """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype."""
+    """The gradients of the parameters, which a backward kernel returns; the norm's are in the accumulation dtype.
+    `norm_input` is the gradient of the norm's input, (pixels, channels), where the kernel has computed it."""
 
     norm_weight: Tensor
     norm_bias: Tensor
     conv_weight: Tensor | None = None
+    norm_input: Tensor | None = None
 
 
 class StatisticsOutput:

@@ -10,6 +10,8 @@ The backward recomputes each tile of y in the same way. Every backward kernel th
 3. grad_accum += grad_scale · g
 4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
 
+(steps 3 and 4 by PyTorch's batch norm, where nothing else reads the norm's output)
+
 and returns the gradients of the norm and of the convolution's weight (None where it is not needed). Sums and statistics
 are in the accumulation dtype: float32 for half precisions.
 
@@ -21,7 +23,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .._tensors import CHANNELS_LAST, as_dtype, device_type
+from .._tensors import CHANNELS_LAST, as_dtype
+from .._torch_private import foreach_copy_
 from . import convolution
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
@@ -33,7 +36,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, in_tiles, rows, tiles
+from .row_tiles import WHOLE, in_tiles, rows, slices, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -42,10 +45,15 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_reduce,
 )
 
-Sums = tuple[Tensor | None, Tensor, Tensor]
-"""grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each.
-grad is the gradient of the norm's output."""
+Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each,
+None where PyTorch computes the norm's backward. grad is the gradient of the norm's output."""
 
+STATISTICS_ROWS = 1024
+"""The most rows whose statistics PyTorch's batch norm computes at once on a CPU: the error of its sums grows with their
+number."""
+
+_batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
 
 
@@ -70,13 +78,9 @@ def halved(shape: torch.Size) -> torch.Size:
 
 
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
-    """Mean, biased variance and 1 / sqrt(var + eps) of each channel, by two passes: var = Σ (x − mean)² / pixels."""
+    """Mean, biased variance and 1 / sqrt(var + eps) of each channel."""
     mean, variance, inv_std = statistics.rows
-    if device_type(values) == "cpu":  # as accurate as var_mean, which is ten times slower on a CPU
-        _mean_and_variance(values, mean, variance)
-    else:
-        for row, vector in zip((variance, mean), torch.var_mean(values.to(mean.dtype), 0, correction=0), strict=True):
-            row.copy_(vector)
+    foreach_copy_([mean, variance], list(_mean_and_variance(values, mean, variance)))
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
@@ -108,9 +112,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
-        grad = rows(grad_output, tile)
-        buffer = grad.new_empty(grad.shape, dtype=input.dtype)
-        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad, input, accumulator, tile, buffer)))
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(rows(grad_output, tile), input, accumulator, tile)))
     return _finish(sums, input.norm, accumulator)
 
 
@@ -136,12 +138,11 @@ def conv1x1_backward(
     """
     sums: Sums | None = None
     coefficients = None if grad_output.sums is None else grad_output.coefficients()
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype):
+    for tile, activation in _activation_tiles(input, weight.dtype):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad, grad_weight = _conv1x1_gradients(grad_output_tile, activation, weight, accumulator, input.dtype)
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
-        )
+        grad = _activation_backward(grad, activation, input, tile)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
         if next_bottleneck is not None:
             _conv1x1_tile(next_bottleneck, tile)
     return _finish(sums, input.norm, accumulator)
@@ -157,7 +158,7 @@ def conv3x3_forward(
     """conv(y), (pixels, out_channels), and its statistics; padding = dilation keeps the spatial size. A tile holds
     whole images."""
     output = weight.new_empty(0)
-    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
         if tile is WHOLE:
             output = part
@@ -179,16 +180,21 @@ def conv3x3_backward(
 ) -> Gradients:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     sums: Sums | None = None
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
         grad, grad_weight = convolution.conv3x3_gradients(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
-        grad = to_pixel_matrix(grad)
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
-        )
+        grad = _activation_backward(to_pixel_matrix(grad), activation, input, tile)
+        if not accumulator.only_consumer:
+            partial_sums = _accumulate_grad(grad, input, accumulator, tile, activation)
+        else:
+            partial_sums = None, None
+            grad = grad if tile is WHOLE else rows(accumulator.grad_accum, tile).copy_(grad)
+        sums = _add_partial_sums(sums, (grad_weight, *partial_sums))
+    if accumulator.only_consumer:
+        return _batch_norm_gradients(grad if tile is WHOLE else accumulator.grad_accum, input, sums)
     return _finish(sums, input.norm, accumulator)
 
 
@@ -199,7 +205,7 @@ def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size
     """
     shape = as_slabs(shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
-    for tile, activation, _ in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
         convolution.multiply(pooled, weight, rows(output, _pooled_tile(tile, shape)))
     return output
@@ -215,54 +221,55 @@ def pooled_conv1x1_backward(
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
     sums: Sums | None = None
     shape = as_slabs(shape)
-    for tile, activation, buffer in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
+    for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
         pooled = to_pixel_matrix(average_pool(images))
         grad_pooled, grad_weight = _conv1x1_gradients(grad_output_tile, pooled, weight, accumulator, input.dtype)
         grad_pooled = _to_images(grad_pooled, tile, halved(shape))
         grad = to_pixel_matrix(average_pool_backward(grad_pooled, images))
-        sums = _add_partial_sums(
-            sums, (grad_weight, *_activation_backward(grad, activation, input, accumulator, tile, buffer))
-        )
+        grad = _activation_backward(grad, activation, input, tile)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
     return _finish(sums, input.norm, accumulator)
 
 
-def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> None:
-    """Writes mean and variance."""
-    torch.mean(values, 0, dtype=mean.dtype, out=mean)
-    for tile in tiles(values, mean.dtype):
-        part = rows(values, tile)
-        centered = torch.sub(part, mean)
-        squares = torch.mul(centered, centered, out=centered)
-        if tile is WHOLE:
-            torch.mean(squares, 0, out=variance)
-        elif tile.start == 0:
-            torch.sum(squares, 0, out=variance)
-        else:
-            variance.add_(squares.sum(0))
-    if tile is not WHOLE:
-        variance.div_(values.shape[0])
+def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> Sequence[Tensor]:
+    """Mean and biased variance of each channel by PyTorch's batch norm, in the accumulation dtype.
 
-
-def _activation_tiles(
-    input: AffineInput, dtype: torch.dtype, multiple_of: int = 1
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The tiles of rows, each as its slice, the activation y in `dtype`, and the buffer of `_activated`."""
-    for tile in tiles(input.values, input.dtype, multiple_of):
-        yield tile, *_activated(rows(input.values, tile), input, dtype)
-
-
-def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """f(scale · values + shift) of a tile's values in `dtype`, and a buffer in the accumulation dtype.
-
-    The activation is in this buffer unless its dtype differs, so the buffer is free only after the activation's last
-    use.
+    On a CPU it adds up rows one after another: so of parts of them, joined by Chan's parallel variance.
     """
-    buffer = _affine(values, input.norm)
-    buffer = buffer.relu_() if input.activation.is_relu else buffer.copy_(input.activation.forward(buffer))
-    if dtype is buffer.dtype:
-        return buffer, buffer
-    return buffer.to(dtype), buffer
+    if values.is_cuda:
+        return torch.batch_norm_update_stats(values, None, None, 0.0)
+    if not values.is_cpu:  # on the meta device nothing is allocated for a conversion, as on those above and below
+        values = values if values.is_meta else as_dtype(values, mean.dtype)
+        return torch.var_mean(values, 0, correction=0)[::-1]
+    parts = slices(len(values), STATISTICS_ROWS, values)
+    # In half precision the results have the dtype of the running statistics, which momentum 0 does not change.
+    running = (mean, variance) if values.itemsize < 4 else (None, None)
+    statistics = [torch.batch_norm_update_stats(rows(values, part), *running, 0.0) for part in parts]
+    if len(parts) == 1:
+        return statistics[0]
+    means, variances = map(torch.stack, zip(*statistics, strict=True))
+    weights = means.new_full((len(parts), 1), STATISTICS_ROWS / len(values))
+    weights[-1].fill_((len(values) - parts[-1].start) / len(values))
+    total_mean = (means * weights).sum(0)
+    deviations = means - total_mean
+    return total_mean, (variances.addcmul_(deviations, deviations) * weights).sum(0)
+
+
+def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[tuple[slice, Tensor]]:
+    """The tiles of rows, each as its slice, and the activation y in `dtype`."""
+    for tile in tiles(input.values, input.dtype, multiple_of):
+        yield tile, _activated(rows(input.values, tile), input, dtype)
+
+
+def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> Tensor:
+    """f(scale · values + shift) of a tile's values in `dtype`."""
+    if not input.activation.is_relu:
+        return as_dtype(input.activation.forward(_affine(values, input.norm)), dtype)
+    if dtype is input.dtype:
+        return _affine(values, input.norm).relu_()
+    output = torch.empty(values.shape, dtype=dtype, device=values.device)
+    return torch.addcmul(input.norm.shift, values, input.norm.scale, out=output).relu_()
 
 
 def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
@@ -272,8 +279,7 @@ def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    activation, _ = _activated(rows(input.values, tile), input, weight.dtype)
-    convolution.multiply(activation, weight, rows(output, tile))
+    convolution.multiply(_activated(rows(input.values, tile), input, weight.dtype), weight, rows(output, tile))
 
 
 def _conv1x1_gradients(
@@ -303,15 +309,11 @@ def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
     return _relu_backward(grad, activation, 0, grad_input=grad)
 
 
-def _activation_backward(
-    grad: Tensor, activation: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Steps 2 to 4 for a tile: the sums of `_accumulate_grad`. `buffer` is free, or has the activation."""
+def _activation_backward(grad: Tensor, activation: Tensor, input: AffineInput, tile: slice) -> Tensor:
+    """Step 2 for a tile: the gradient of z, from that of y."""
     if input.activation.is_relu:
-        grad = _mask_inactive(grad, activation)
-    else:
-        grad = _grad_before_activation(grad, rows(input.values, tile), input)
-    return _accumulate_grad(grad, input, accumulator, tile, buffer)
+        return _mask_inactive(grad, activation)
+    return _grad_before_activation(grad, rows(input.values, tile), input)
 
 
 def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
@@ -321,17 +323,29 @@ def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) ->
 
 
 def _accumulate_grad(
-    grad: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, buffer: Tensor
+    grad: Tensor, input: AffineInput, accumulator: GradAccumulator, tile: slice, scratch: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values."""
+    """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values. The products are
+    written over `scratch`, if its dtype is theirs."""
     grad_accum, grad_scale, values = rows(accumulator.grad_accum, tile), input.norm.grad_scale, rows(input.values, tile)
     if accumulator.overwrite:
         torch.mul(grad, grad_scale, out=grad_accum)
     else:
         grad_accum.addcmul_(grad, grad_scale)
-    in_half_precision = buffer.dtype != grad.dtype  # in which a product would be rounded
-    product = buffer.copy_(grad).mul_(values) if in_half_precision else torch.mul(grad, values, out=buffer)
-    return grad.sum(0, dtype=buffer.dtype), product.sum(0)
+    if grad.dtype is not input.dtype:  # in which a product would be rounded
+        product = grad.to(input.dtype).mul_(values)
+    else:
+        product = torch.mul(grad, values, out=scratch)
+    return grad.sum(0, dtype=input.dtype), product.sum(0)
+
+
+def _batch_norm_gradients(grad: Tensor, input: AffineInput, sums: Sums | None) -> Gradients:
+    """The backward of a batch norm with one consumer, by PyTorch's own; `sums` have the convolution's grad_weight."""
+    assert sums is not None  # there is a tile
+    weight, mean, inv_std = input.norm.grad_scale, input.norm.mean, input.norm.inv_std
+    settings = weight, None, None, mean, inv_std, True, 0.0, [True, True, True]
+    grad_input, grad_weight, grad_bias = _batch_norm_backward(grad, input.values, *settings)
+    return Gradients(grad_weight, grad_bias, sums[0], grad_input)
 
 
 def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
@@ -348,6 +362,8 @@ def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulat
     """The gradients of the norm and of the convolution's weight, once all tiles are added up."""
     assert sums is not None  # there is a tile
     conv_weight, grad_bias, product_sum = sums
+    assert grad_bias is not None
+    assert product_sum is not None
     grad_weight = norm.grad_weight(grad_bias, product_sum)
     if accumulator.sums is not None:
         accumulator.sums.addcmul_(norm.grad_scale, torch.stack([grad_bias, grad_weight]))

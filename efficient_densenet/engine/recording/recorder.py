@@ -22,6 +22,10 @@ _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _UNPREDICTABLE = torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
+MAX_EVENTS = 10_000
+"""The most events of a run that is recorded. Longer runs, of many tiles, are limited by the device, not by the host."""
+
+
 class Place(NamedTuple):
     """A tensor: its first element lies `offset` bytes after that of the first tensor in a memory."""
 
@@ -169,6 +173,8 @@ class Recorder(TorchDispatchMode):
                     raise _CannotRecordError(f"{func} changes a tensor that the engine was given")
 
     def _event(self, func: Any, args: Any, kwargs: Any = None, output: Any = None) -> None:
+        if len(self.events) >= MAX_EVENTS:
+            raise _CannotRecordError(f"it has more than {MAX_EVENTS} events")
         args, kwargs = mapped(args, Tensor, self.place), mapped(kwargs or {}, Tensor, self.place)
         results = []
         for i, each in enumerate(output if isinstance(output, list | tuple) else [output]):

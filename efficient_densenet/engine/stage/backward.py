@@ -137,7 +137,8 @@ class Backward:
         grad_accum = torch.empty_like(output, memory_format=torch.contiguous_format)
         sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
-        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums)
+        only_consumer = not norm.frozen and self.spec.sync_group is None
+        accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, only_consumer)
         input = AffineInput(output, norm, layer.activation2)
         arguments = grad_output, input, self._weight(number), accumulator, self.shape
         grads = self.kernels.conv3x3_backward(*arguments, layer.dilation)
@@ -146,6 +147,8 @@ class Backward:
         self._store(number, grads)
         if norm.frozen:
             return BatchNormBackward(output, grad_accum)
+        if grads.norm_input is not None:
+            return BatchNormBackward(grads.norm_input, grads.norm_input)
         return self.statistics.own_grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
