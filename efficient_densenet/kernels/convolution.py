@@ -20,7 +20,7 @@ IM2COL_BYTES = 1 << 18
 ONEDNN_PRODUCT = 1 << 22
 """The fewest multiplications of a product by oneDNN, whose calls take longer."""
 
-_BATCH = 16
+ROWS_MULTIPLE = 16
 """The images into which the rows of a matrix are divided: PyTorch convolves fewer without oneDNN in a single thread."""
 
 
@@ -96,7 +96,7 @@ def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
     return (
         matrix.dtype is torch.float32
         and device_type(matrix) == "cpu"
-        and len(matrix) % _BATCH == 0
+        and len(matrix) % ROWS_MULTIPLE == 0
         and len(matrix) * weight.numel() >= ONEDNN_PRODUCT
         and torch.backends.mkldnn.is_available()
     )
@@ -104,7 +104,7 @@ def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
 
 def _as_images(matrix: Tensor) -> Tensor:
     """(rows, channels) as images in channels_last."""
-    return matrix.unflatten(0, (_BATCH, -1, 1)).movedim(-1, 1)
+    return matrix.unflatten(0, (ROWS_MULTIPLE, -1, 1)).movedim(-1, 1)
 
 
 def _as_matrix(images: Tensor) -> Tensor:

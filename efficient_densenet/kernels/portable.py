@@ -118,7 +118,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
 
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     """output = f(scale · values + shift) @ weight.T, and its statistics."""
-    for tile in tiles(conv.input.values, conv.input.dtype):
+    for tile in tiles(conv.input.values, conv.input.dtype, convolution.ROWS_MULTIPLE):
         _conv1x1_tile(conv, tile)
     if statistics is not None:
         batch_statistics(conv.output, statistics)
@@ -138,7 +138,7 @@ def conv1x1_backward(
     """
     sums: Sums | None = None
     coefficients = None if grad_output.sums is None else grad_output.coefficients()
-    for tile, activation in _activation_tiles(input, weight.dtype):
+    for tile, activation in _activation_tiles(input, weight.dtype, convolution.ROWS_MULTIPLE):
         grad_output_tile = _batch_norm_grad_input_tile(grad_output, coefficients, tile)
         grad, grad_weight = _conv1x1_gradients(grad_output_tile, activation, weight, accumulator, input.dtype)
         grad = _activation_backward(grad, activation, input, tile)
