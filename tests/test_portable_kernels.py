@@ -87,11 +87,8 @@ def test_batch_statistics_are_accurate(num_rows, mean, dtype):
     torch.testing.assert_close(inv_std, (variance + 1e-3).rsqrt())
 
 
-@pytest.mark.parametrize("tile_bytes", [None, 600])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
-def test_the_backward_of_a_norm_with_one_consumer(tile_bytes, dtype, tolerance, monkeypatch):
-    if tile_bytes:
-        monkeypatch.setitem(row_tiles.TILE_BYTES, "cpu", tile_bytes)
+def test_the_backward_of_a_norm_with_one_consumer(dtype, tolerance):
     case = Case((3, 4, 5), 6, 3, dtype)
     case = case.in_float64() if dtype is torch.float64 else case
     grads = []

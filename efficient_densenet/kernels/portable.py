@@ -10,8 +10,6 @@ The backward recomputes each tile of y in the same way. Every backward kernel th
 3. grad_accum += grad_scale · g
 4. Σ g and Σ g · x over the rows, from which the norm's grad_bias and grad_weight follow
 
-(steps 3 and 4 by PyTorch's batch norm, where nothing else reads the norm's output)
-
 and returns the gradients of the norm and of the convolution's weight (None where it is not needed). Sums and statistics
 are in the accumulation dtype: float32 for half precisions.
 
@@ -45,9 +43,9 @@ from .stem import (  # noqa: F401 (the stem's operations in this set)
     norm_activation_max_pool_reduce,
 )
 
-Sums = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each,
-None where PyTorch computes the norm's backward. grad is the gradient of the norm's output."""
+Sums = tuple[Tensor | None, Tensor, Tensor]
+"""grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each.
+grad is the gradient of the norm's output."""
 
 STATISTICS_ROWS = 1024
 """The most rows whose statistics PyTorch's batch norm computes at once on a CPU: the error of its sums grows with their
@@ -187,14 +185,9 @@ def conv3x3_backward(
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
         grad = _activation_backward(to_pixel_matrix(grad), activation, input, tile)
-        if not accumulator.only_consumer:
-            partial_sums = _accumulate_grad(grad, input, accumulator, tile, activation)
-        else:
-            partial_sums = None, None
-            grad = grad if tile is WHOLE else rows(accumulator.grad_accum, tile).copy_(grad)
-        sums = _add_partial_sums(sums, (grad_weight, *partial_sums))
-    if accumulator.only_consumer:
-        return _batch_norm_gradients(grad if tile is WHOLE else accumulator.grad_accum, input, sums)
+        if accumulator.only_consumer and tile is WHOLE:
+            return _batch_norm_gradients(grad, input, grad_weight)
+        sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
     return _finish(sums, input.norm, accumulator)
 
 
@@ -339,13 +332,12 @@ def _accumulate_grad(
     return grad.sum(0, dtype=input.dtype), product.sum(0)
 
 
-def _batch_norm_gradients(grad: Tensor, input: AffineInput, sums: Sums | None) -> Gradients:
-    """The backward of a batch norm with one consumer, by PyTorch's own; `sums` have the convolution's grad_weight."""
-    assert sums is not None  # there is a tile
+def _batch_norm_gradients(grad: Tensor, input: AffineInput, conv_weight: Tensor | None) -> Gradients:
+    """Steps 3 and 4 by PyTorch's batch norm, whose input's gradient takes as much memory as `grad`."""
     weight, mean, inv_std = input.norm.grad_scale, input.norm.mean, input.norm.inv_std
     settings = weight, None, None, mean, inv_std, True, 0.0, [True, True, True]
     grad_input, grad_weight, grad_bias = _batch_norm_backward(grad, input.values, *settings)
-    return Gradients(grad_weight, grad_bias, sums[0], grad_input)
+    return Gradients(grad_weight, grad_bias, conv_weight, grad_input)
 
 
 def _add_partial_sums(sums: Sums | None, partial_sums: Sums) -> Sums:
@@ -362,8 +354,6 @@ def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulat
     """The gradients of the norm and of the convolution's weight, once all tiles are added up."""
     assert sums is not None  # there is a tile
     conv_weight, grad_bias, product_sum = sums
-    assert grad_bias is not None
-    assert product_sum is not None
     grad_weight = norm.grad_weight(grad_bias, product_sum)
     if accumulator.sums is not None:
         accumulator.sums.addcmul_(norm.grad_scale, torch.stack([grad_bias, grad_weight]))
