@@ -33,7 +33,7 @@ operation's general call: methods of tensors, and functions."""
 
 
 class Run:
-    """The tensors of one run by their numbers, and the addresses of those that are memories."""
+    """The memories of one run by their numbers, as launches read them: first tensors and addresses."""
 
     __slots__ = ("addresses", "values")
 
@@ -51,8 +51,8 @@ class Program:
     def __init__(self, recorder: Recorder, outputs: Sequence[Tensor]) -> None:
         self.overlaps = recorder.overlaps
         builder = _Builder(recorder, [recorder.place(each) for each in outputs])
-        self.source, self._replay, self._outputs = builder.source, builder.function(), builder.outputs
-        self._no_values = [None] * (builder.num_values - recorder.num_externals)
+        self.source, self._replay = builder.source, builder.function()
+        self._no_values = [None] * (builder.num_memories - recorder.num_externals)
         self._no_addresses = [0] * (builder.num_memories - recorder.num_externals)
 
     def fits(self, addresses: Sequence[int]) -> bool:
@@ -60,23 +60,20 @@ class Program:
         return all(addresses[b] - addresses[a] == distance for a, b, distance in self.overlaps)
 
     def run(self, externals: Sequence[Tensor], addresses: Sequence[int]) -> list[Tensor]:
-        values = [*externals, *self._no_values]
-        run = Run(values, array("q", [*addresses, *self._no_addresses]))
-        self._replay(run, values, run.addresses)
-        return [run.tensor(each).detach() if isinstance(each, Place) else values[each] for each in self._outputs]
+        run = Run([*externals, *self._no_values], array("q", [*addresses, *self._no_addresses]))
+        return self._replay(run, externals, run.values, run.addresses)
 
 
 class _Builder:
-    """Turns events into the lines of a function `replay(run, values, addresses)`.
+    """Turns events into the lines of a function that returns the outputs. Its variables are tensors, by their numbers.
 
     Attributes:
         slab: where temporaries lie.
         freed: the memories that are freed after an event, by its number.
         vectors: the numbers of the slab as a vector of each dtype.
-        num_memories: how many of the values, the first ones, have addresses.
-        num_values: how many values there are.
+        num_memories: how many of the tensors, the first ones, are memories.
+        num_tensors: how many tensors there are.
         names: what the function calls, and constants that have no literals.
-        outputs: the number of each output or, for a part of a memory, its place.
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Place]) -> None:
@@ -88,21 +85,21 @@ class _Builder:
         for number, dtype in enumerate(self.vectors, len(recorder.memories)):
             self.vectors[dtype] = number
             self.freed.setdefault(self.slab.events.stop - 1, []).append(number)
-        self.num_memories = self.num_values = len(recorder.memories) + len(self.vectors)
+        self.num_memories = self.num_tensors = len(recorder.memories) + len(self.vectors)
         self.has_launches = any(isinstance(event, Launch) for event in recorder.events)
         self.views: dict[Place, int] = {}
         self.names: dict[str, Any] = {}
         self._known_names: dict[Any, str] = {}
-        self.lines = ["def replay(run, values, addresses):"]
+        externals = "".join(f"t{number}, " for number in range(self.num_externals))
+        self.lines = ["def replay(run, externals, memories, addresses):", f"{externals}= externals"]
         self.launches: list[Launch] = []
         for i, event in enumerate(recorder.events):
             self._event(i, event)
-        self._end_launches()
-        self.outputs = [each.memory if self._is_whole(each) else each for each in outputs]
+        self._line(f"return [{', '.join(map(self._output, outputs))}]")
 
     @property
     def source(self) -> str:
-        return "\n    ".join([*self.lines, "pass"])
+        return "\n    ".join(self.lines)
 
     def function(self) -> Any:
         """The function, compiled."""
@@ -175,24 +172,30 @@ class _Builder:
     def _argument(self, argument: Any) -> str:
         """An argument of an operation, as code."""
         if isinstance(argument, Place):
-            return f"values[{self._tensor(argument)}]"
+            return self._tensor(argument)
         if isinstance(argument, list):
             return f"[{', '.join(map(self._argument, argument))}]"
         return repr(argument) if argument is None or type(argument) in (bool, int) else self._name(argument)
 
-    def _tensor(self, place: Place) -> int:
-        """The number of the tensor at a place; a view is made where it is first needed."""
+    def _tensor(self, place: Place) -> str:
+        """The tensor at a place; a view is made where it is first needed."""
         if self._is_whole(place):
-            return place.memory
+            return f"t{place.memory}"
         placed = self._placed(place)
         if placed not in self.views:
-            base, offset = f"values[{placed.memory}]", str(placed.offset // placed.dtype.itemsize)
-            if placed.memory < self.num_externals:  # which may begin anywhere in its storage
-                offset += f" + {base}.storage_offset()"
-            self._assign(self.num_values, f"{base}.as_strided({placed.size}, {placed.stride}, {offset})")
-            self.views[placed] = self.num_values
-            self.num_values += 1
-        return self.views[placed]
+            self.views[placed], self.num_tensors = self.num_tensors, self.num_tensors + 1
+            self._assign(self.views[placed], self._view(placed))
+        return f"t{self.views[placed]}"
+
+    def _view(self, placed: Place) -> str:
+        base, offset = f"t{placed.memory}", str(placed.offset // placed.dtype.itemsize)
+        if placed.memory < self.num_externals:  # which may begin anywhere in its storage
+            offset += f" + {base}.storage_offset()"
+        return f"{base}.as_strided({placed.size}, {placed.stride}, {offset})"
+
+    def _output(self, place: Place) -> str:
+        """An output; of a part of a memory a tensor of its own."""
+        return f"t{place.memory}" if self._is_whole(place) else f"{self._view(self._placed(place))}.detach()"
 
     def _placed(self, place: Place) -> Place:
         """The place in the slab, for a temporary there."""
@@ -214,12 +217,14 @@ class _Builder:
         return self._known_names[key]
 
     def _assign(self, number: int, code: str) -> None:
-        self._line(f"values[{number}] = {code}")
-        if self.has_launches and number < self.num_memories:
-            self._line(f"addresses[{number}] = values[{number}].data_ptr()")
+        is_read_by_launches = self.has_launches and number < self.num_memories
+        self._line(f"{f'memories[{number}] = ' if is_read_by_launches else ''}t{number} = {code}")
+        if is_read_by_launches:
+            self._line(f"addresses[{number}] = t{number}.data_ptr()")
 
     def _free(self, numbers: Iterable[int]) -> None:
-        self._line("".join(f"values[{number}] = " for number in numbers) + "None")
+        memories = [f"memories[{number}] = " for number in numbers if self.has_launches and number < self.num_memories]
+        self._line("".join([*(f"t{number} = " for number in numbers), *memories]) + "None")
 
     def _line(self, line: str) -> None:
         self._end_launches()
