@@ -162,7 +162,7 @@ class Operator:
     def forward(self, spec: Any, inputs: Any) -> list[Tensor]:
         """The results of `compute`; autograd does not record them."""
         with below_autograd():
-            if _are_ordinary(inputs.x, *inputs.parameters):
+            if are_ordinary(inputs.x, *inputs.parameters):
                 return self._run_forward(spec, inputs)
             return getattr(torch.ops.efficient_densenet, self.name).default(*inputs, spec.encoded)
 
@@ -176,7 +176,7 @@ class Operator:
     ) -> list[Tensor | None]:
         """The gradients of x and of each parameter, None where a gradient is not needed."""
         needs_grad = self.needed(spec, grad_outputs, needs_grad)
-        if _are_ordinary(*grad_outputs, saved[0], *saved.parameters):
+        if are_ordinary(*grad_outputs, saved[0], *saved.parameters):
             grads = iter(self._run_backward(spec, grad_outputs, shape, saved, needs_grad))
         else:
             operator = getattr(torch.ops.efficient_densenet, f"{self.name}_backward").default
@@ -337,7 +337,7 @@ def _differentiable_gradients(
     return [next(grads) if each is not None and each.requires_grad else None for each in inputs]
 
 
-def _are_ordinary(*tensors: Tensor | None) -> bool:
+def are_ordinary(*tensors: Tensor | None) -> bool:
     """Whether no compiler, dispatch mode or tensor subclass has to see an operator on these tensors."""
     return _ORDINARY_TYPES.issuperset(map(type, tensors)) and not has_dispatch_mode()
 

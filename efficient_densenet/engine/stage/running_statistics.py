@@ -14,7 +14,7 @@ from torch import Tensor
 from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_
 from ...norms.batch_norm import is_first_forward
-from ..operator import LIBRARY, implement
+from ..operator import LIBRARY, are_ordinary, implement
 from ..parts import Norm
 
 LIBRARY.define(
@@ -67,7 +67,10 @@ class RunningStatistics:
                     biases.append(None if bias is None else parameters[bias])
                 if running:
                     arguments = running, counts, statistics, columns, biases, momentum
-                    torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
+                    if torch.compiler.is_compiling() or not are_ordinary(*running, *counts):
+                        torch.ops.efficient_densenet.update_running_statistics.default(*arguments)
+                    else:
+                        _update(*arguments)
 
 
 @implement("update_running_statistics")
