@@ -207,9 +207,11 @@ ACCUMULATORS = {"grad_accum"}
 UPDATED = {("finish_backward", "sums")}
 ONLY_WITH = {
     ("conv1x1_forward", "stats"): "HAS_STATISTICS",
+    ("conv1x1_forward", "statistics"): "COMBINES",
     ("conv1x1_backward", "output"): "HAS_SUMS",
     ("conv1x1_backward", "out_sums"): "HAS_SUMS",
     ("conv3x3_forward", "stats"): "HAS_STATISTICS",
+    ("conv3x3_forward", "statistics"): "COMBINES",
     ("finish_backward", "grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "partial_grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "sums"): "HAS_SUMS",

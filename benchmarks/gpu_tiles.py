@@ -228,13 +228,14 @@ def _convolutions1x1(
     case = Case(shape, channels, width, dtype, device=device, padding=0)
     output = torch.empty(len(case.values), width, dtype=dtype, device=device)
     conv = conv1x1.Conv1x1(case.input, case.weight1x1, output)
+    statistics = StatisticsOutput(torch.empty(3, width, device=device), 1e-5)
     accumulator = case.accumulator(case.grad_accum)
     grad_output = case.batch_norm_backward(output, case.grad_output, width)
     precision, limits = conv1x1.product_precision(case.weight1x1), tiles.device_limits(case.values.device)
 
     def forward(tile: Any) -> Any:
         with mock.patch.object(tiles, "forward_tile", return_value=tile):
-            return conv1x1.forward(conv, has_statistics=True)
+            return conv1x1.forward(conv, statistics)
 
     def backward(tile: Any) -> Any:
         with mock.patch.object(tiles, "backward_tile", return_value=tile):

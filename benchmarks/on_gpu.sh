@@ -16,6 +16,7 @@
 #     profile   what takes the time of a step
 #     ncu       what the warps of twelve convolutions' launches wait for (Nsight Compute)
 #     tiles     the time of each convolution with each of several tiles
+#     candidates  the time of a step with each variant of the kernels in efficient_densenet/kernels/candidates.py
 #     train     DenseNet-BC-100-12 on the images in DATA (by default cifar10_jpeg) in EPOCHS epochs (90: about 8 minutes)
 #
 # CSV and text files, and what each part has printed, go to benchmarks/results. With OUT=<folder> that folder gets two
@@ -31,7 +32,7 @@ if [[ ${1:-} == --dry-run ]]; then
 fi
 limit=${LIMIT:-$(($# ? 570 : 480))}
 [[ $# -gt 0 ]] || set -- contact tests tf32 bf16 compiled fp16
-known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles train "
+known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles candidates train "
 for name in "$@"; do
     if [[ $known != *" $name "* ]]; then
         echo "error: unknown part or option $name: there are --dry-run and$known" >&2
@@ -182,6 +183,15 @@ run_part() {
     tiles)
         part "tiles in bf16" 240 "$python" benchmarks/gpu_tiles.py --precision bf16
         part "tiles in TF32" 240 "$python" benchmarks/gpu_tiles.py --precision tf32 --only conv3x3
+        ;;
+    candidates)
+        for candidate in COMBINED_BYTES=0 COMBINED_BYTES=65536 COMBINED_BYTES=262144; do
+            for model in "${small[*]}" "${big[*]}"; do
+                part "$candidate, run.py $model" 80 env "EFFICIENT_DENSENET_$candidate" "$python" benchmarks/run.py \
+                    --folder "$results/$candidate" --patience 150 $model --precision bf16 --rounds 5 \
+                    --methods shared,graph_shared
+            done
+        done
         ;;
     train)
         part train 560 "$python" demos/cp_demo.py --data "${DATA:-cifar10_jpeg}" --save "$results/train" \

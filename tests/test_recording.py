@@ -26,7 +26,9 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 from efficient_densenet import kernels, make_efficient
 from efficient_densenet.engine.recording import program, programs, slab
 from efficient_densenet.engine.recording.program import Program
+from efficient_densenet.engine.stage import statistics
 from efficient_densenet.engine.stage.operator import StageOperator
+from efficient_densenet.kernels import candidates
 
 
 @pytest.fixture(autouse=True)
@@ -171,18 +173,23 @@ def test_signals_and_volumes(dims, monkeypatch):
 
 @pytest.mark.usefixtures("mended_interpreter")
 @pytest.mark.parametrize(
-    ("family", "dtype", "variant", "blocks", "side"),
+    ("family", "dtype", "variant", "blocks", "side", "combined_bytes"),
     [
-        ("bc", "float32", "plain", (1, 1), 4),
-        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, marks=pytest.mark.exhaustive),
-        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, marks=pytest.mark.exhaustive),
-        pytest.param("imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, marks=pytest.mark.exhaustive),
+        ("bc", "float32", "plain", (1, 1), 4, 1 << 20),
+        pytest.param("bc", "float32", "plain", (2, 1), 8, 0, marks=pytest.mark.exhaustive),
+        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, 1 << 20, marks=pytest.mark.exhaustive),
+        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, 0, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, 1 << 20, marks=pytest.mark.exhaustive
+        ),
     ],
 )
-def test_triton_kernels(family, dtype, variant, blocks, side, monkeypatch):
-    """The kernels are interpreted on a machine without a GPU, with a slab as there."""
+def test_triton_kernels(family, dtype, variant, blocks, side, combined_bytes, monkeypatch):
+    """The kernels are interpreted on a machine without a GPU, with a slab and uninitialized statistics as there."""
     use("Triton", monkeypatch)
     monkeypatch.setattr(program, "WITHOUT_CACHE", ())
+    monkeypatch.setattr(statistics, "device_type", lambda _: "cuda")
+    monkeypatch.setattr(candidates, "COMBINED_BYTES", combined_bytes)
     x = torch.randn(2, 3, side, side, dtype=DTYPES[dtype])
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
 

@@ -22,13 +22,13 @@ from kernel_operations import (
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels
-from efficient_densenet.kernels import portable, row_tiles
+from efficient_densenet.kernels import candidates, portable, row_tiles
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-triton_kernels, conv1x1, conv3x3, launch, tiles = kernel_modules(
-    "triton_gpu", "operations", "conv1x1", "conv3x3", "launch", "tiles"
+triton_kernels, common, conv1x1, conv3x3, launch, tiles = kernel_modules(
+    "triton_gpu", "operations", "common", "conv1x1", "conv3x3", "launch", "tiles"
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,11 +66,13 @@ def _exact_float32(monkeypatch):
 def test_every_operation(
     operation, size, dtype, setting, activation, dilation, padding, loops, conv3x3_by, monkeypatch
 ):
-    """`loops`: program instances with several tiles of rows, and tiles of one image."""
+    """`loops`: program instances with several tiles of rows, the last of which combines statistics, and tiles of one
+    image."""
     if loops:
         monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
         monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 2)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 1)
+        monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
     if conv3x3_by == "cudnn":
         monkeypatch.setattr(conv3x3, "MAX_OUT_CHANNELS", 0)
     options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
@@ -91,6 +93,36 @@ def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
     monkeypatch.setattr(tiles, "backward_tile", lambda *_: tile)
     check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype))
     check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype, overwrite=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up the statistics of a tile in another order")
+@pytest.mark.parametrize("operation", ["conv1x1_forward_with_statistics", "conv3x3_forward_with_statistics"])
+@pytest.mark.parametrize(
+    ("shape", "width", "dilation"), [((1, 1, 1), 20, 1), ((5, 9, 29), 140, 1), ((2, 9, 20), 48, 2)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_program_instance_combines_statistics(operation, shape, width, dilation, dtype, monkeypatch):
+    """As one that is launched for it does, if the statistics of the tiles are no larger than the limit."""
+    width = min(width, conv3x3.MAX_OUT_CHANNELS) if "3x3" in operation else width
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    block_out = tiles._power_of_two(width) if "1x1" in operation else min(32, tiles._power_of_two(width))
+    for name in "_COMBINING_TILE", "_TALL_COMBINING_TILE":
+        monkeypatch.setattr(common, name, {"BLOCK_TILES": 2048 // block_out, "BLOCK_CHANNELS": 16})
+    launched, case, original = [], Case(shape, 9, width, dtype, dilation=dilation), launch.launch
+
+    def recorded(prepared, *tensors):
+        launched.append(tensors)
+        original(prepared, *tensors)
+
+    monkeypatch.setattr(launch, "launch", recorded)
+    expected = OPERATIONS[operation](triton_kernels, case)
+    (_, stats, *_), _ = launched
+    for limit in (stats.nbytes, stats.nbytes - 1):
+        launched.clear()
+        monkeypatch.setattr(candidates, "COMBINED_BYTES", limit)
+        results = OPERATIONS[operation](triton_kernels, case)
+        assert all(map(torch.equal, results, expected))
+        assert len(launched) == 1 + (limit < stats.nbytes)
 
 
 @pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])

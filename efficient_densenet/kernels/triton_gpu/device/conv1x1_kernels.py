@@ -21,7 +21,7 @@ from .device_functions import (
 )
 from .formulas import activate, grad_before_activation
 from .operands import as_operand, weight_operand
-from .statistics_kernels import store_tile_statistics
+from .statistics_kernels import combine_by_last_instance, store_tile_statistics
 
 OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
 
@@ -30,6 +30,7 @@ OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
 def conv1x1_forward(
     output,
     stats,
+    statistics,
     values,
     norm_weight,
     norm_bias,
@@ -39,12 +40,15 @@ def conv1x1_forward(
     num_rows,
     channels,
     values_stride,
+    eps,
+    stats_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
+    COMBINES: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -55,7 +59,8 @@ def conv1x1_forward(
     """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
     A GEMM whose prologue is the norm and the activation f, and whose epilogue is the statistics of the tile as it is
-    stored: stats[row tiles, 2, OUT_CHANNELS]. A tile has all output channels; the loop is over input channels (K).
+    stored: stats[row tiles, 2, OUT_CHANNELS] and, with COMBINES, statistics[3, OUT_CHANNELS], of all rows. A tile
+    has all output channels; the loop is over input channels (K).
     Grid: (row tiles,).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
@@ -76,8 +81,12 @@ def conv1x1_forward(
     tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
     if HAS_STATISTICS:
         count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)
-        stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
-        store_tile_statistics(stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
+        tile_stats = stats + tile.to(tl.int64) * 2 * OUT_CHANNELS
+        store_tile_statistics(tile_stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
+        if COMBINES:
+            combine_by_last_instance(
+                statistics, stats, eps, num_rows, OUT_CHANNELS, stats_stride, BLOCK_ROWS, BLOCK_OUT
+            )
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
 from .formulas import activate, grad_before_activation
 from .operands import as_operand, weight_operand
-from .statistics_kernels import store_tile_statistics
+from .statistics_kernels import combine_by_last_instance, store_tile_statistics
 
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
@@ -56,6 +56,7 @@ def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl
 def conv3x3_forward(
     output,
     stats,
+    statistics,
     values,
     norm_weight,
     norm_bias,
@@ -69,12 +70,15 @@ def conv3x3_forward(
     dilation,
     values_stride,
     output_stride,
+    eps,
+    stats_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
+    COMBINES: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -85,8 +89,9 @@ def conv3x3_forward(
 ):
     """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
-    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows does not
-    write the `dilation` rows at either end. Grid: (row tiles, out tiles).
+    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored; with COMBINES,
+    statistics[3, out_channels] of all rows. A tile of BLOCK_ROWS rows does not write the `dilation` rows at either end.
+    Grid: (row tiles, out tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
@@ -121,8 +126,10 @@ def conv3x3_forward(
     tl.store(output + offsets(row, output_stride, out_channel), result, is_own & out_mask[None, :])
     if HAS_STATISTICS:
         count = tl.minimum(tile_rows, num_rows - tile * tile_rows)
-        stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
-        store_tile_statistics(stats, result.to(tl.float32), is_own, count, out_channel, out_mask, OUT_CHANNELS)
+        tile_stats = stats + tile.to(tl.int64) * 2 * OUT_CHANNELS
+        store_tile_statistics(tile_stats, result.to(tl.float32), is_own, count, out_channel, out_mask, OUT_CHANNELS)
+        if COMBINES:
+            combine_by_last_instance(statistics, stats, eps, num_rows, OUT_CHANNELS, stats_stride, tile_rows, BLOCK_OUT)
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)

@@ -12,7 +12,7 @@ SIZES = [
 ]
 
 # Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.
-VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums"]
+VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums", "statistics"]
 
 
 @triton.jit

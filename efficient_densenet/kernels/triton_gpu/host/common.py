@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import candidates
 from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
@@ -107,6 +108,18 @@ def finish_backward(
     constants |= {"TAPS": taps, **_FINISHING_TILE}
     run(finishing_kernels.finish_backward, grid, sizes, constants, *outputs, *inputs)
     return grads
+
+
+def statistics_arguments(
+    stats: Tensor, statistics: StatisticsOutput | None
+) -> tuple[Tensor, tuple[float, int], dict[str, bool]]:
+    """The matrix, the numbers and the constants with which a convolution computes the statistics of its output.
+
+    Its last program instance combines those of the tiles if it can read them in less time than a launch takes.
+    """
+    combines = statistics is not None and 0 < stats.nbytes <= candidates.COMBINED_BYTES
+    matrix, eps = (statistics.matrix, statistics.eps) if statistics is not None and combines else (stats, 0.0)
+    return matrix, (eps, matrix.stride(0)), {"HAS_STATISTICS": statistics is not None, "COMBINES": combines}
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:

@@ -3,10 +3,19 @@
 import torch
 from torch import Tensor
 
-from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
+from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv1x1_kernels
 from . import tiles
-from .common import cdiv, divisibility, finish_backward, input_arguments, product_precision, run
+from .common import (
+    cdiv,
+    combine_statistics,
+    divisibility,
+    finish_backward,
+    input_arguments,
+    product_precision,
+    run,
+    statistics_arguments,
+)
 
 MAX_OUT_CHANNELS = 256
 """The most output channels: a tile holds all of them in registers."""
@@ -16,20 +25,22 @@ def is_for_triton(weight: Tensor) -> bool:
     return weight.shape[0] <= MAX_OUT_CHANNELS
 
 
-def forward(conv: Conv1x1, has_statistics: bool) -> tuple[Tensor, int]:
-    """Writes the output; returns the statistics of each tile of rows, (tiles, 2, out_channels), empty unless requested,
-    and the number of rows in a tile."""
+def forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
+    """Writes the output and, where they are requested, its statistics."""
     (values, vectors, constants), weight = input_arguments(conv.input), conv.weight.contiguous()
     (num_rows, channels), out_channels = values.shape, weight.shape[0]
     limits, products = tiles.device_limits(values.device), product_precision(weight)
     tile = tiles.forward_tile(out_channels, products, limits)
     row_tiles = cdiv(num_rows, tile.rows)
-    stats = values.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
+    stats = values.new_empty(row_tiles if statistics is not None else 0, 2, out_channels, dtype=torch.float32)
+    matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
     sizes = num_rows, channels, values.stride(0)
-    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics, "PRECISION": products.input_precision}
+    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision, **with_statistics}
     constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), "ROUNDED": tile.rounded, **tile.constants()}
-    run(conv1x1_kernels.conv1x1_forward, (row_tiles,), sizes, constants, conv.output, stats, values, *vectors, weight)
-    return stats, tile.rows
+    tensors = conv.output, stats, matrix, values, *vectors, weight
+    run(conv1x1_kernels.conv1x1_forward, (row_tiles,), (*sizes, *numbers), constants, *tensors)
+    if statistics is not None and not with_statistics["COMBINES"]:
+        combine_statistics(stats, tile.rows, num_rows, statistics)
 
 
 def backward(

@@ -24,6 +24,7 @@ from .common import (
     num_splits,
     product_precision,
     run,
+    statistics_arguments,
     with_contiguous_rows,
 )
 from .tiles import KIB, DeviceLimits, Precision, device_limits
@@ -68,22 +69,25 @@ def forward(
 ) -> Tensor:
     """The output, (pixels, out_channels); writes its statistics, where they are requested."""
     (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
-    (num_rows, channels), out_channels, has_statistics = values.shape, weight.shape[0], statistics is not None
+    (num_rows, channels), out_channels = values.shape, weight.shape[0]
     products = product_precision(weight)
     tile = forward_tile(out_channels, products, num_rows, device_limits(values.device))
     tile_rows = tile["BLOCK_ROWS"] - 2 * dilation
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
-    stats = weight.new_empty(row_tiles if has_statistics else 0, 2, out_channels, dtype=torch.float32)
-    sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
-    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": has_statistics}
+    stats = weight.new_empty(row_tiles if statistics is not None else 0, 2, out_channels, dtype=torch.float32)
+    matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
+    sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels, *numbers
+    constants |= {"OUT_CHANNELS": out_channels, **with_statistics}
     constants |= {"PRECISION": products.input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
+    if with_statistics["COMBINES"] and out_channels <= 16:
+        constants["maxnreg"] = 128  # ptxas would take 141 on 9.0, and a multiprocessor hold three blocks, not four
     # CUDA takes at most 65,535 program instances on any axis but the first.
     grid = row_tiles, cdiv(out_channels, tile["BLOCK_OUT"])
-    run(conv3x3_kernels.conv3x3_forward, grid, sizes, constants, output, stats, values, *vectors, weight)
-    if statistics is not None:
+    run(conv3x3_kernels.conv3x3_forward, grid, sizes, constants, output, stats, matrix, values, *vectors, weight)
+    if statistics is not None and not with_statistics["COMBINES"]:
         combine_statistics(stats, tile_rows, num_rows, statistics)
     return output
 

@@ -105,10 +105,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     if not conv1x1.is_for_triton(conv.weight):
         return portable.conv1x1_forward(conv, statistics)
-    stats, block_rows = conv1x1.forward(conv, has_statistics=statistics is not None)
-    if statistics is not None:
-        combine_statistics(stats, block_rows, len(conv.output), statistics)
-    return None
+    return conv1x1.forward(conv, statistics)
 
 
 def conv1x1_backward(

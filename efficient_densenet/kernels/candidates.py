@@ -1,0 +1,8 @@
+"""Variants of the Triton kernels that no GPU has measured yet. All are off: what was measured is the default until a
+measurement beats it. Environment variables turn them on for benchmarks (`benchmarks/on_gpu.sh candidates`)."""
+
+import os
+
+COMBINED_BYTES = int(os.environ.get("EFFICIENT_DENSENET_COMBINED_BYTES", "0"))
+"""The most bytes of tiles' statistics that the last program instance of a convolution combines, which saves a launch.
+One multiprocessor takes 2 to 3 µs for 1 << 16 bytes, about as long as a launch in a CUDA graph."""
