@@ -212,6 +212,10 @@ ONLY_WITH = {
     ("conv1x1_backward", "out_sums"): "HAS_SUMS",
     ("conv3x3_forward", "stats"): "HAS_STATISTICS",
     ("conv3x3_forward", "statistics"): "COMBINES",
+    **{
+        ("conv3x3_grad_input", name): "FINISHES"
+        for name in ("grad_norm_bias", "grad_norm_weight", "grad_weight", "sums", "partial_grad_weight")
+    },
     ("finish_backward", "grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "partial_grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "sums"): "HAS_SUMS",

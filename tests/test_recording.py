@@ -59,6 +59,11 @@ def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
 
 
+def turn_candidates_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
+    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
+
+
 @contextlib.contextmanager
 def recording(mode: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -173,25 +178,36 @@ def test_signals_and_volumes(dims, monkeypatch):
 
 @pytest.mark.usefixtures("mended_interpreter")
 @pytest.mark.parametrize(
-    ("family", "dtype", "variant", "blocks", "side", "combined_bytes"),
+    ("family", "dtype", "variant", "blocks", "side", "with_candidates"),
     [
-        ("bc", "float32", "plain", (1, 1), 4, 1 << 20),
-        pytest.param("bc", "float32", "plain", (2, 1), 8, 0, marks=pytest.mark.exhaustive),
-        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, 1 << 20, marks=pytest.mark.exhaustive),
-        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, 0, marks=pytest.mark.exhaustive),
-        pytest.param(
-            "imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, 1 << 20, marks=pytest.mark.exhaustive
-        ),
+        ("bc", "float32", "plain", (1, 1), 4, True),
+        pytest.param("bc", "float32", "plain", (2, 1), 8, False, marks=pytest.mark.exhaustive),
+        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, True, marks=pytest.mark.exhaustive),
+        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, False, marks=pytest.mark.exhaustive),
+        pytest.param("imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_triton_kernels(family, dtype, variant, blocks, side, combined_bytes, monkeypatch):
+def test_triton_kernels(family, dtype, variant, blocks, side, with_candidates, monkeypatch):
     """The kernels are interpreted on a machine without a GPU, with a slab and uninitialized statistics as there."""
     use("Triton", monkeypatch)
     monkeypatch.setattr(program, "WITHOUT_CACHE", ())
     monkeypatch.setattr(statistics, "device_type", lambda _: "cuda")
-    monkeypatch.setattr(candidates, "COMBINED_BYTES", combined_bytes)
+    if with_candidates:
+        turn_candidates_on(monkeypatch)
     x = torch.randn(2, 3, side, side, dtype=DTYPES[dtype])
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
+
+
+@pytest.mark.usefixtures("mended_interpreter")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_candidates_among_the_triton_kernels_change_no_number(dtype, monkeypatch):
+    use("Triton", monkeypatch)
+    model, x = model_of("bc", dtype, "plain", block_config=(2, 1)), torch.randn(2, 3, 8, 8, dtype=DTYPES[dtype])
+    other = copy.deepcopy(model)
+    with recording("off"):
+        expected = results(model, x)
+        turn_candidates_on(monkeypatch)
+        assert_equal(results(other, x), expected)
 
 
 @pytest.mark.parametrize(("small_run_bytes", "without_cache"), [(0, {"cpu"}), (1 << 30, {"cpu"}), (0, ())])

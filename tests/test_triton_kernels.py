@@ -125,6 +125,31 @@ def test_the_last_program_instance_combines_statistics(operation, shape, width, 
         assert len(launched) == 1 + (limit < stats.nbytes)
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up partial sums in another order")
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(((3, 9, 29), 40, 12), torch.float32), (((2, 5, 13), 9, 48), torch.bfloat16)]
+)
+@pytest.mark.parametrize("setting", ["overwrite", "usual", "frozen", "no_grad_weight"])
+def test_the_gradients_of_parameters_are_finished_by_grad_input(size, dtype, setting, monkeypatch):
+    """As by a launch of its own, which is still needed unless sums are zero before, or without a weight's gradient."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 5)
+    names, case, original = [], Case(*size, dtype, **SETTINGS[setting]), launch.launch
+    if setting == "overwrite":
+        case.sums = torch.zeros_like(case.sums)
+
+    def recorded(prepared, *tensors):
+        names.append(prepared.kernel.fn.__name__)
+        original(prepared, *tensors)
+
+    monkeypatch.setattr(launch, "launch", recorded)
+    expected = OPERATIONS["conv3x3_backward"](triton_kernels, case)
+    names.clear()
+    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
+    assert all(map(torch.equal, OPERATIONS["conv3x3_backward"](triton_kernels, case), expected))
+    assert ("finish_backward" in names) == (setting != "overwrite")
+
+
 @pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])
 def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)

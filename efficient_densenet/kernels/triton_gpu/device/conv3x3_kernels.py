@@ -19,7 +19,18 @@ compiled for sixteen tile shapes: its operands and accumulators took 200 to 255 
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, accumulate, divisible, load_affine, load_vector, offsets, store_pair
+from .device_functions import (
+    SIZES,
+    VECTORS,
+    accumulate,
+    divisible,
+    is_last_instance,
+    load_affine,
+    load_vector,
+    offsets,
+    store_pair,
+)
+from .finishing_kernels import finish_grad_weight, finish_norm
 from .formulas import activate, grad_before_activation
 from .operands import as_operand, weight_operand
 from .statistics_kernels import combine_by_last_instance, store_tile_statistics
@@ -135,6 +146,11 @@ def conv3x3_forward(
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
 def conv3x3_grad_input(
     partial_sums,
+    grad_norm_bias,
+    grad_norm_weight,
+    grad_weight,
+    sums,
+    partial_grad_weight,
     grad_accum,
     grad_output,
     values,
@@ -151,6 +167,10 @@ def conv3x3_grad_input(
     accum_stride,
     grad_output_stride,
     values_stride,
+    splits,
+    weight_splits,
+    num_weights,
+    sums_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -158,6 +178,9 @@ def conv3x3_grad_input(
     B: tl.constexpr,
     FROZEN: tl.constexpr,
     OVERWRITE: tl.constexpr,
+    FINISHES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -172,7 +195,21 @@ def conv3x3_grad_input(
     grad_accum += grad_scale · g (`=` with OVERWRITE),
     partial_sums[splits, 2, channels] = Σ g and Σ g · values.
     grad_scale is the norm's weight or, with FROZEN, the scale of its affine map. Grid: (channel tiles, splits).
+
+    With FINISHES, it also does what `finish_backward` does, but sums[2, channels] are zero before: more program
+    instances, the first on the second axis, reduce partial_grad_weight, which an earlier launch has written; the last
+    instance of a channel tile reduces its partial sums.
     """
+    split = tl.program_id(1)
+    if FINISHES:
+        split -= tl.num_programs(1) - splits
+        if split < 0:
+            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+            finish_grad_weight(
+                grad_weight, partial_grad_weight, weight_splits, channels, num_weights, tile,
+                9, BLOCK_SPLITS, BLOCK_COLUMNS,
+            )  # fmt: skip
+            return
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
     grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
@@ -181,7 +218,7 @@ def conv3x3_grad_input(
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    for start in range(tl.program_id(1) * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
+    for start in range(split * BLOCK_ROWS, num_rows, splits * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         y, x = row // width % height, row % width
         grad = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
@@ -202,8 +239,13 @@ def conv3x3_grad_input(
         accumulate(grad_accum + offsets(row, accum_stride, channel), grad * c, mask, OVERWRITE)
         grad_sum += tl.sum(grad, 0)
         product_sum += tl.sum(grad * value, 0)
-    partial_sums += tl.program_id(1).to(tl.int64) * 2 * channels
-    store_pair(partial_sums, grad_sum, product_sum, channel, channel_mask, channels)
+    store_pair(partial_sums + split.to(tl.int64) * 2 * channels, grad_sum, product_sum, channel, channel_mask, channels)
+    if FINISHES:  # noqa: SIM102 (the compiler would count instances whether FINISHES is True or not)
+        if is_last_instance(sums + tl.program_id(0) * BLOCK_CHANNELS, splits):
+            finish_norm(
+                grad_norm_bias, grad_norm_weight, sums, partial_sums, norm_weight, mean, inv_std, splits, channels,
+                sums_stride, tl.program_id(0), HAS_MEAN, True, True, 4096 // BLOCK_CHANNELS, BLOCK_CHANNELS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)

@@ -9,7 +9,7 @@ Layout and grids are as in `kernels`.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, divisible, load_vector, offsets, store_pair
+from .device_functions import SIZES, VECTORS, divisible, is_last_instance, load_vector, offsets, store_pair
 
 
 @triton.jit
@@ -80,14 +80,10 @@ def combine_by_last_instance(
 ):
     """What `combine_statistics` does, by the last program instance that has stored the statistics of its tile.
 
-    Instances are counted, as int32, in the place of the first channel's 1 / sqrt(var + eps): zero before, it is
-    overwritten at last. The barrier and the increment, which releases and acquires, order all stores of an instance
-    before the loads of the last one.
+    Instances are counted in the place of the first channel's 1 / sqrt(var + eps): zero before, it is overwritten at
+    last.
     """
-    counter = (result + 2 * stats_stride).to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.debug_barrier()
-    before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    if before == tl.num_programs(0) * tl.num_programs(1) - 1:
+    if is_last_instance(result + 2 * stats_stride, tl.num_programs(0) * tl.num_programs(1)):
         for first in range(0, channels, BLOCK_CHANNELS):
             combine(
                 result, stats, eps, num_rows, channels, stats_stride, block_rows, first,

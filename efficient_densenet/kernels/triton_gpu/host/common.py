@@ -20,7 +20,7 @@ _COMBINING_TILE = {"BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
 _TALL_COMBINING_TILE = {"BLOCK_TILES": 1024, "BLOCK_CHANNELS": 4, "num_warps": 8}
 """The tile where many are combined: 12 channels take three program instances, each with an eighth of the loop."""
 
-_FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
+FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -103,9 +103,9 @@ def finish_backward(
     weight_splits = 0 if partial_conv_weight is None else partial_conv_weight.shape[0]
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
     constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": conv_weight is not None}
-    columns = _FINISHING_TILE["BLOCK_COLUMNS"]
+    columns = FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    constants |= {"TAPS": taps, **_FINISHING_TILE}
+    constants |= {"TAPS": taps, **FINISHING_TILE}
     run(finishing_kernels.finish_backward, grid, sizes, constants, *outputs, *inputs)
     return grads
 

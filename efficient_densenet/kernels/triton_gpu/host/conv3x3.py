@@ -13,9 +13,11 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ... import candidates
 from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv3x3_kernels
 from .common import (
+    FINISHING_TILE,
     cdiv,
     combine_statistics,
     divisibility,
@@ -102,6 +104,13 @@ def backward(
 ) -> Gradients:
     """Accumulates the gradient of the input; returns the gradients of the parameters."""
     grad_output = with_contiguous_rows(grad_output.to(weight.dtype))
+    has_own_sums = accumulator.overwrite and accumulator.sums is not None
+    if candidates.GRAD_INPUT_FINISHES and has_own_sums and accumulator.needs_grad_weight:
+        partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
+        shapes = weight.shape[1:2], weight.shape[1:2], weight.shape
+        grads = Gradients(*[weight.new_empty(each, dtype=torch.float32) for each in shapes])
+        _grad_input(grad_output, input, weight, accumulator, shape, dilation, grads, partial_grad_weight)
+        return grads
     partial_sums = _grad_input(grad_output, input, weight, accumulator, shape, dilation)
     if not accumulator.needs_grad_weight:
         return finish_backward(input.norm, accumulator.sums, partial_sums)
@@ -118,8 +127,13 @@ def _grad_input(
     accumulator: GradAccumulator,
     shape: torch.Size,
     dilation: int,
+    grads: Gradients | None = None,
+    partial_grad_weight: Tensor | None = None,
 ) -> Tensor:
-    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels)."""
+    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels).
+
+    Also writes the gradients of the parameters to `grads`, if they are given.
+    """
     (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
     grad_accum = accumulator.grad_accum
     (num_rows, channels), limits = values.shape, device_limits(values.device)
@@ -128,13 +142,19 @@ def _grad_input(
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
-    sizes = num_rows, channels, *shape[1:], dilation, *strides
+    sizes = num_rows, channels, *shape[1:], dilation, *strides, splits
+    finishing, programs = [partial_sums] * 5, splits
+    if grads is not None:
+        finishing = [grads.norm_bias, grads.norm_weight, grads.conv_weight, accumulator.sums, partial_grad_weight]
+        programs += cdiv(cdiv(weight.numel(), FINISHING_TILE["BLOCK_COLUMNS"]), channel_tiles)
+    sizes += len(finishing[4]), weight.numel(), finishing[3].stride(0)
+    constants |= {"FINISHES": grads is not None, **FINISHING_TILE}
     constants |= {"OUT_CHANNELS": weight.shape[0], "FROZEN": input.norm.frozen, "OVERWRITE": accumulator.overwrite}
     constants |= {"PRECISION": product_precision(weight).input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
-    tensors = partial_sums, grad_accum, grad_output, values, *vectors, weight
-    run(conv3x3_kernels.conv3x3_grad_input, (channel_tiles, splits), sizes, constants, *tensors)
+    tensors = partial_sums, *finishing, grad_accum, grad_output, values, *vectors, weight
+    run(conv3x3_kernels.conv3x3_grad_input, (channel_tiles, programs), sizes, constants, *tensors)
     return partial_sums
 
 
