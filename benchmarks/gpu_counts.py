@@ -213,8 +213,13 @@ ONLY_WITH = {
     ("conv3x3_forward", "stats"): "HAS_STATISTICS",
     ("conv3x3_forward", "statistics"): "COMBINES",
     **{
-        ("conv3x3_grad_input", name): "FINISHES"
+        (kernel, name): "FINISHES"
+        for kernel in ("conv1x1_forward", "conv3x3_grad_input")
         for name in ("grad_norm_bias", "grad_norm_weight", "grad_weight", "sums", "partial_grad_weight")
+    },
+    **{
+        ("conv1x1_forward", name): "FINISHES"
+        for name in ("partial_sums", "finished_norm_weight", "finished_mean", "finished_inv_std")
     },
     ("finish_backward", "grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "partial_grad_weight"): "HAS_GRAD_WEIGHT",

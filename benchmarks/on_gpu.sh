@@ -185,7 +185,8 @@ run_part() {
         part "tiles in TF32" 240 "$python" benchmarks/gpu_tiles.py --precision tf32 --only conv3x3
         ;;
     candidates)
-        for candidate in COMBINED_BYTES=0 COMBINED_BYTES=65536 COMBINED_BYTES=262144 GRAD_INPUT_FINISHES=1; do
+        for candidate in COMBINED_BYTES=0 COMBINED_BYTES=65536 COMBINED_BYTES=262144 GRAD_INPUT_FINISHES=1 \
+            NEXT_BOTTLENECK_FINISHES=1; do
             for model in "${small[*]}" "${big[*]}"; do
                 part "$candidate, run.py $model" 80 env "EFFICIENT_DENSENET_$candidate" "$python" benchmarks/run.py \
                     --folder "$results/$candidate" --patience 150 $model --precision bf16 --rounds 5 \

@@ -62,6 +62,7 @@ def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def turn_candidates_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
     monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
+    monkeypatch.setattr(candidates, "NEXT_BOTTLENECK_FINISHES", True)
 
 
 @contextlib.contextmanager

@@ -129,9 +129,17 @@ def test_the_last_program_instance_combines_statistics(operation, shape, width, 
 @pytest.mark.parametrize(
     ("size", "dtype"), [(((3, 9, 29), 40, 12), torch.float32), (((2, 5, 13), 9, 48), torch.bfloat16)]
 )
-@pytest.mark.parametrize("setting", ["overwrite", "usual", "frozen", "no_grad_weight"])
-def test_the_gradients_of_parameters_are_finished_by_grad_input(size, dtype, setting, monkeypatch):
-    """As by a launch of its own, which is still needed unless sums are zero before, or without a weight's gradient."""
+@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize(
+    ("operation", "candidate", "finishes"),
+    [
+        ("conv3x3_backward", "GRAD_INPUT_FINISHES", "overwrite"),
+        ("conv1x1_next_bottleneck", "NEXT_BOTTLENECK_FINISHES", "centered"),
+    ],
+)
+def test_another_launch_finishes_a_backward(operation, candidate, finishes, size, dtype, setting, monkeypatch):
+    """As a launch of its own does. That is still needed without a weight's gradient, and unless sums are zero before
+    (3×3) or the norm has no mean (1×1)."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 5)
     names, case, original = [], Case(*size, dtype, **SETTINGS[setting]), launch.launch
@@ -143,11 +151,11 @@ def test_the_gradients_of_parameters_are_finished_by_grad_input(size, dtype, set
         original(prepared, *tensors)
 
     monkeypatch.setattr(launch, "launch", recorded)
-    expected = OPERATIONS["conv3x3_backward"](triton_kernels, case)
+    expected = OPERATIONS[operation](triton_kernels, case)
     names.clear()
-    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
-    assert all(map(torch.equal, OPERATIONS["conv3x3_backward"](triton_kernels, case), expected))
-    assert ("finish_backward" in names) == (setting != "overwrite")
+    monkeypatch.setattr(candidates, candidate, True)
+    assert all(map(torch.equal, OPERATIONS[operation](triton_kernels, case), expected))
+    assert ("finish_backward" in names) == (setting != finishes)
 
 
 @pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])

@@ -105,6 +105,7 @@ def test_the_last_program_instance_sees_what_all_others_have_stored(precision, a
     """All threads have stored before one of them releases, by an increment; and load after that one has acquired."""
     monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
     monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
+    monkeypatch.setattr(candidates, "NEXT_BOTTLENECK_FINISHES", True)
     cases = [make(model, precision) for model in ("BC-100-12", "densenet121") for make in (_conv1x1, _conv3x3)]
     found = check(arch, precision, *cases, spills=16 if arch == 70 else 0)
     for kernel in "conv1x1_forward", "conv3x3_forward", "conv3x3_grad_input":

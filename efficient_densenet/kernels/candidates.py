@@ -10,3 +10,6 @@ One multiprocessor takes 2 to 3 µs for 1 << 16 bytes, about as long as a launch
 GRAD_INPUT_FINISHES = os.environ.get("EFFICIENT_DENSENET_GRAD_INPUT_FINISHES", "0") == "1"
 """Whether a 3×3 convolution after a bottleneck computes the gradient of its weight before that of its input, in whose
 launch more program instances reduce the former, and the last ones the norm's: no launch of `finish_backward`."""
+
+NEXT_BOTTLENECK_FINISHES = os.environ.get("EFFICIENT_DENSENET_NEXT_BOTTLENECK_FINISHES", "0") == "1"
+"""Whether the launch that computes the next bottleneck reduces the gradients of a 1×1 convolution's parameters, too."""

@@ -9,6 +9,7 @@ import triton.language as tl
 SIZES = [
     *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
     *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights", "block_rows"),
+    "finished_channels",
 ]
 
 # Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.

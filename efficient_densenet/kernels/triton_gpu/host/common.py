@@ -1,6 +1,7 @@
 """Code that the launches of the Triton kernels share: the layout of arguments, and the launches that finish kernels."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,15 +78,23 @@ def run(
     launch.launch(launch.Launch(kernel, grid, numbers, constants.copy()), *tensors)
 
 
-def finish_backward(
+def finish_backward(*arguments: Any, taps: int = 1) -> Gradients:
+    """The gradients of the parameters; see `finishing` for the arguments."""
+    grads, prepared, tensors = finishing(*arguments, taps=taps)
+    launch.launch(prepared, *tensors)
+    return grads
+
+
+def finishing(
     norm: BatchNormAffine,
     sums: Tensor | None,
     partial_sums: Tensor,
     conv_weight: Tensor | None = None,
     partial_conv_weight: Tensor | None = None,
     taps: int = 1,
-) -> Gradients:
-    """The norm's gradients, which are also added to an accumulator's `sums`, from partial sums (splits, 2, channels).
+) -> tuple[Gradients, launch.Launch, Sequence[Tensor]]:
+    """The norm's gradients, which are also added to an accumulator's `sums`, and the launch that computes them from
+    partial sums (splits, 2, channels), with its tensors.
 
     The partial sums of a weight's gradient, (splits, out_channels, taps, channels), are added up into `conv_weight`,
     (out_channels, channels, taps), if it is given.
@@ -106,8 +115,7 @@ def finish_backward(
     columns = FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
     constants |= {"TAPS": taps, **FINISHING_TILE}
-    run(finishing_kernels.finish_backward, grid, sizes, constants, *outputs, *inputs)
-    return grads
+    return grads, launch.Launch(finishing_kernels.finish_backward, grid, sizes, constants), (*outputs, *inputs)
 
 
 def statistics_arguments(

@@ -117,10 +117,7 @@ def conv1x1_backward(
 ) -> Gradients:
     if not conv1x1.is_for_triton(weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    grads = conv1x1.backward(grad_output, input, weight, accumulator)
-    if next_bottleneck is not None:
-        conv1x1_forward(next_bottleneck)
-    return grads
+    return conv1x1.backward(grad_output, input, weight, accumulator, next_bottleneck)
 
 
 def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
