@@ -204,7 +204,7 @@ def touched_bytes(tensor: Tensor) -> int:
 
 ACCUMULATORS = {"grad_accum"}
 """Results that a kernel reads too, unless it is launched with OVERWRITE."""
-UPDATED = {("finish_backward", "sums")}
+UPDATED = {("finish_backward", "sums"), ("round_weights", "weights")}
 ONLY_WITH = {
     ("conv1x1_forward", "stats"): "HAS_STATISTICS",
     ("conv1x1_forward", "statistics"): "COMBINES",

@@ -141,6 +141,16 @@ under_amp() { # under_amp <bf16 or fp16>: each model in both memory formats
     done
 }
 
+candidates() { # candidates <precision> [name in candidates.py=value]...
+    local model precision=$1
+    shift
+    for model in "${small[*]}" "${big[*]}"; do
+        part "candidates $*, run.py $model --precision $precision" 80 env ${*/#/EFFICIENT_DENSENET_} "$python" \
+            benchmarks/run.py --folder "$results/candidates_$*" --patience 150 $model --precision "$precision" \
+            --rounds 5 --methods shared,graph_shared
+    done
+}
+
 run_part() {
     case $1 in
     contact)
@@ -185,14 +195,13 @@ run_part() {
         part "tiles in TF32" 240 "$python" benchmarks/gpu_tiles.py --precision tf32 --only conv3x3
         ;;
     candidates)
-        for candidate in COMBINED_BYTES=0 COMBINED_BYTES=65536 COMBINED_BYTES=262144 GRAD_INPUT_FINISHES=1 \
-            NEXT_BOTTLENECK_FINISHES=1; do
-            for model in "${small[*]}" "${big[*]}"; do
-                part "$candidate, run.py $model" 80 env "EFFICIENT_DENSENET_$candidate" "$python" benchmarks/run.py \
-                    --folder "$results/$candidate" --patience 150 $model --precision bf16 --rounds 5 \
-                    --methods shared,graph_shared
-            done
+        candidates bf16
+        candidates bf16 COMBINED_BYTES=65536 GRAD_INPUT_FINISHES=1 NEXT_BOTTLENECK_FINISHES=1
+        for each in COMBINED_BYTES=65536 COMBINED_BYTES=262144 GRAD_INPUT_FINISHES=1 NEXT_BOTTLENECK_FINISHES=1; do
+            candidates bf16 $each
         done
+        candidates tf32
+        candidates tf32 ROUNDED_WEIGHTS=1
         ;;
     train)
         part train 560 "$python" demos/cp_demo.py --data "${DATA:-cifar10_jpeg}" --save "$results/train" \

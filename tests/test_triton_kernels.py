@@ -173,6 +173,20 @@ def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
     assert all(map(torch.equal, *results))
 
 
+def test_a_stage_s_weights_are_rounded_to_tf32_in_copies(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(candidates, "ROUNDED_WEIGHTS", True)
+    shapes = [(12, 8, 3, 3), (48, 5, 1, 1), (70, 8, 3, 3), (12, 8, 3, 3), (4, 6, 3), (5, 3, 1)]
+    weights = [torch.randn(shape, device=DEVICE) for shape in shapes]
+    weights[0].flatten()[:2] = torch.tensor([math.inf, -3e38])
+    weights[3], before = weights[3].to(memory_format=torch.channels_last), [each.clone() for each in weights]
+    for weight, rounded in zip(weights, triton_kernels.arranged_weights(weights), strict=True):
+        assert torch.equal(rounded, torch.where(weight.isfinite(), rounded_to_tf32(weight).float(), weight))
+        assert rounded.movedim(1, -1).is_contiguous()
+    assert all(map(torch.equal, weights, before))
+    assert triton_kernels.arranged_weights([weights[1].bfloat16()])[0].dtype is torch.bfloat16
+
+
 @pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
 def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
     case, results = Case(shape, 20, 12), []

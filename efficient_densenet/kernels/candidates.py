@@ -13,3 +13,6 @@ launch more program instances reduce the former, and the last ones the norm's: n
 
 NEXT_BOTTLENECK_FINISHES = os.environ.get("EFFICIENT_DENSENET_NEXT_BOTTLENECK_FINISHES", "0") == "1"
 """Whether the launch that computes the next bottleneck reduces the gradients of a 1×1 convolution's parameters, too."""
+
+ROUNDED_WEIGHTS = os.environ.get("EFFICIENT_DENSENET_ROUNDED_WEIGHTS", "0") == "1"
+"""Whether a stage's weights are rounded to TF32 once, in one copy, rather than in the loops of its products."""

@@ -11,7 +11,7 @@ from ... import candidates
 from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
-from ..device import finishing_kernels, statistics_kernels
+from ..device import finishing_kernels, operands, statistics_kernels
 from . import launch, tiles
 
 MAX_PROGRAM_INSTANCES = 2048
@@ -46,6 +46,21 @@ def product_precision(weight: Tensor) -> tiles.Precision:
     if weight.dtype.itemsize < 4:
         return tiles.Precision.HALF
     return tiles.Precision.TF32 if precision() == "tf32" else tiles.Precision.IEEE
+
+
+def are_rounded(products: tiles.Precision) -> bool:
+    """Whether a stage's weights have been rounded for these products."""
+    return candidates.ROUNDED_WEIGHTS and products is tiles.Precision.TF32
+
+
+def rounded_to_tf32(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of the weights in channels_last memory, rounded as operands are in the kernels, in two launches."""
+    channels_last = [each.movedim(1, -1) for each in weights]
+    copy = torch.cat([each.reshape(-1) for each in channels_last])
+    block = 1024
+    run(operands.round_weights, (cdiv(len(copy), block),), (len(copy),), {"BLOCK": block}, copy)
+    copies = copy.split([each.numel() for each in channels_last])
+    return [each.view(like.shape).movedim(-1, 1) for each, like in zip(copies, channels_last, strict=True)]
 
 
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:

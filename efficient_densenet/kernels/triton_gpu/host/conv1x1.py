@@ -9,6 +9,7 @@ from ..device import conv1x1_kernels
 from . import launch, tiles
 from .common import (
     FINISHING_TILE,
+    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
@@ -41,8 +42,8 @@ def forward(
     matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
     sizes = num_rows, channels, values.stride(0)
     constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision, **with_statistics}
-    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), "ROUNDED": tile.rounded, **tile.constants()}
-    constants |= {"FINISHES": other is not None, **FINISHING_TILE}
+    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), **tile.constants()}
+    constants |= {"ROUNDED": tile.rounded or are_rounded(products), "FINISHES": other is not None, **FINISHING_TILE}
     finishing_tensors, finishing_sizes, instances = [stats] * 9, (0,) * 5, row_tiles
     if other is not None:
         finishing_tensors, finishing_sizes, instances = tensors, other.numbers, row_tiles + other.grid[0]

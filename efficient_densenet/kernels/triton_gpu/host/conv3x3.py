@@ -18,6 +18,7 @@ from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutp
 from ..device import conv3x3_kernels
 from .common import (
     FINISHING_TILE,
+    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
@@ -81,7 +82,7 @@ def forward(
     matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
     sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels, *numbers
     constants |= {"OUT_CHANNELS": out_channels, **with_statistics}
-    constants |= {"PRECISION": products.input_precision, **tile}
+    constants |= {"PRECISION": products.input_precision, **tile, "ROUNDED": tile["ROUNDED"] or are_rounded(products)}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
     if with_statistics["COMBINES"] and out_channels <= 16:
@@ -150,7 +151,8 @@ def _grad_input(
     sizes += len(finishing[4]), weight.numel(), finishing[3].stride(0)
     constants |= {"FINISHES": grads is not None, **FINISHING_TILE}
     constants |= {"OUT_CHANNELS": weight.shape[0], "FROZEN": input.norm.frozen, "OVERWRITE": accumulator.overwrite}
-    constants |= {"PRECISION": product_precision(weight).input_precision, **tile}
+    products = product_precision(weight)
+    constants |= {"PRECISION": products.input_precision, **tile, "ROUNDED": tile["ROUNDED"] or are_rounded(products)}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
     tensors = partial_sums, *finishing, grad_accum, grad_output, values, *vectors, weight
