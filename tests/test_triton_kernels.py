@@ -167,10 +167,18 @@ def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
         tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, rounded=rounded)
         tile3x3 = {**conv3x3.grad_input_tile(12, torch.float32, 0), "ROUNDED": rounded}
         monkeypatch.setattr(tiles, "forward_tile", functools.partial(lambda tile, *_: tile, tile))
-        for name in "forward_tile", "grad_input_tile":
-            monkeypatch.setattr(conv3x3, name, functools.partial(lambda tile, *_: tile, tile3x3))
+        for name, more in ("forward_tile", {"JOINED": False}), ("grad_input_tile", {}):
+            monkeypatch.setattr(conv3x3, name, functools.partial(lambda tile, *_: tile, tile3x3 | more))
         results.append(OPERATIONS[operation](triton_kernels, case))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "dilation"), [(12, 1), (48, 2)])
+def test_one_product_has_the_weights_of_three_taps(width, dilation, dtype, monkeypatch):
+    tile = {**conv3x3.forward_tile(width, tiles.Precision.IEEE, 0, tiles.WITHOUT_DEVICE), "JOINED": True}
+    monkeypatch.setattr(conv3x3, "forward_tile", lambda *_: tile)
+    check("conv3x3_forward_with_statistics", Case((3, 9, 11), 20, width, dtype, dilation=dilation))
 
 
 def test_a_stage_s_weights_are_rounded_to_tf32_in_copies(monkeypatch):

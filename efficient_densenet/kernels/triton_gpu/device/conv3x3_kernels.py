@@ -97,12 +97,13 @@ def conv3x3_forward(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     ROUNDED: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
     """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
     stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored; with COMBINES,
     statistics[3, out_channels] of all rows. A tile of BLOCK_ROWS rows does not write the `dilation` rows at either end.
-    Grid: (row tiles, out tiles).
+    With JOINED, one product has the weights of all three dx. Grid: (row tiles, out tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
@@ -115,6 +116,11 @@ def conv3x3_forward(
     out_mask = out_channel < OUT_CHANNELS
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     left, right = total, total
+    if JOINED:  # columns 4 · out_channel + tap, of which each fourth is zero
+        column = tl.arange(0, 4 * BLOCK_OUT)
+        column_out, column_tap = tl.program_id(1) * BLOCK_OUT + column // 4, column % 4
+        column_mask = (column_out < OUT_CHANNELS) & (column_tap < 3)
+        joined = tl.zeros((BLOCK_ROWS, 4 * BLOCK_OUT), tl.float32)
     for step in range(3 * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
         channel = step // 3 * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
@@ -123,13 +129,22 @@ def conv3x3_forward(
         mask = (in_matrix & (y + dy >= 0) & (y + dy < height))[:, None] & channel_mask[None, :]
         pixel = row + dy * width
         pixels, _z, _values = load_activation(values, pixel, values_stride, channel, mask, a, b, ACTIVATION, A, B)
-        w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
-        w_mask = out_mask[:, None] & channel_mask[None, :]
-        w = tl.load(w_pointers, w_mask, 0.0)
-        pixels = as_operand(pixels, w, PRECISION)
-        left = add_tap(left, pixels, w, ROUNDED, PRECISION)
-        total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), ROUNDED, PRECISION)
-        right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), ROUNDED, PRECISION)
+        if JOINED:
+            w_pointers = weight + offsets(column_out * 9 + tap + column_tap, channels, channel)
+            w = tl.load(w_pointers, column_mask[:, None] & channel_mask[None, :], 0.0)
+            joined = add_tap(joined, as_operand(pixels, w, PRECISION), w, ROUNDED, PRECISION)
+        else:
+            w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
+            w_mask = out_mask[:, None] & channel_mask[None, :]
+            w = tl.load(w_pointers, w_mask, 0.0)
+            pixels = as_operand(pixels, w, PRECISION)
+            left = add_tap(left, pixels, w, ROUNDED, PRECISION)
+            total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), ROUNDED, PRECISION)
+            right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), ROUNDED, PRECISION)
+    if JOINED:
+        left_and_right, total_and_zero = tl.split(tl.reshape(joined, (BLOCK_ROWS, BLOCK_OUT, 2, 2)))
+        left, right = tl.split(left_and_right)
+        total, _zero = tl.split(total_and_zero)
     total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
     total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
     result = total.to(output.dtype.element_ty)

@@ -197,7 +197,7 @@ def forward_tile(out_channels: int, products: Precision, num_rows: int, limits: 
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
     # By default, ptxas spills on 12.0 to fit a third block.
     options = {"maxnreg": 192} if products is Precision.HALF and block_out == 32 else {}
-    return {**blocks, "ROUNDED": False, "num_warps": 4, "num_stages": 1, **options}
+    return {**blocks, "ROUNDED": False, "JOINED": False, "num_warps": 4, "num_stages": 1, **options}
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
