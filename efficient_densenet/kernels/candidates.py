@@ -5,11 +5,12 @@ import os
 
 COMBINED_BYTES = int(os.environ.get("EFFICIENT_DENSENET_COMBINED_BYTES", "0"))
 """The most bytes of tiles' statistics that the last program instance of a convolution combines, which saves a launch.
-One multiprocessor takes 2 to 3 µs for 1 << 16 bytes, about as long as a launch in a CUDA graph."""
+By estimate one multiprocessor takes 2 to 3 µs for 1 << 16 bytes, about as long as a launch in a CUDA graph."""
 
 GRAD_INPUT_FINISHES = os.environ.get("EFFICIENT_DENSENET_GRAD_INPUT_FINISHES", "0") == "1"
 """Whether a 3×3 convolution after a bottleneck computes the gradient of its weight before that of its input, in whose
-launch more program instances reduce the former, and the last ones the norm's: no launch of `finish_backward`."""
+launch more program instances reduce the former, and the last ones the norm's: no launch of `finish_backward`. The
+norm's sums must be zero before."""
 
 NEXT_BOTTLENECK_FINISHES = os.environ.get("EFFICIENT_DENSENET_NEXT_BOTTLENECK_FINISHES", "0") == "1"
 """Whether the launch that computes the next bottleneck reduces the gradients of a 1×1 convolution's parameters, too."""
