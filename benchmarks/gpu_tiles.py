@@ -89,6 +89,14 @@ FORWARD_3X3 = """
 128 32 16 4 3
 128 32 16 8 3
 """
+JOINED_3X3 = """
+64 16 16 4 1
+64 32 16 4 1
+64 64 16 4 1
+128 16 16 4 1
+128 16 16 8 1
+128 32 16 8 1
+"""
 GRAD_INPUT = """
 16 32 16 1 1
 32 32 16 1 1
@@ -196,7 +204,8 @@ def _convolutions3x3(
     shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
     products, limits = conv1x1.product_precision(weight), tiles.device_limits(case.values.device)
     chosen = conv3x3.forward_tile(out_channels, products, len(case.values), limits)
-    others = conv3x3_tiles(FORWARD_3X3, ROUNDED=False)
+    joined = [chosen | {"JOINED": True, "maxnreg": 128}, *conv3x3_tiles(JOINED_3X3, ROUNDED=False, JOINED=True)]
+    others = conv3x3_tiles(FORWARD_3X3, ROUNDED=False, JOINED=False) + joined
     candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": block_outs[-1]} for each in others)]
 
     def forward(tile: Tile) -> Any:
@@ -228,13 +237,14 @@ def _convolutions1x1(
     case = Case(shape, channels, width, dtype, device=device, padding=0)
     output = torch.empty(len(case.values), width, dtype=dtype, device=device)
     conv = conv1x1.Conv1x1(case.input, case.weight1x1, output)
+    statistics = StatisticsOutput(torch.empty(3, width, device=device), 1e-5)
     accumulator = case.accumulator(case.grad_accum)
     grad_output = case.batch_norm_backward(output, case.grad_output, width)
     precision, limits = conv1x1.product_precision(case.weight1x1), tiles.device_limits(case.values.device)
 
     def forward(tile: Any) -> Any:
         with mock.patch.object(tiles, "forward_tile", return_value=tile):
-            return conv1x1.forward(conv, has_statistics=True)
+            return conv1x1.forward(conv, statistics)
 
     def backward(tile: Any) -> Any:
         with mock.patch.object(tiles, "backward_tile", return_value=tile):

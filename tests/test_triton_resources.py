@@ -11,8 +11,9 @@ import torch
 from helpers import kernel_modules
 
 pytest.importorskip("triton", minversion="3.3", reason="needs Triton, whose older versions take other descriptions")
-from triton_resources import LIMITS, compilation_of, compile_all
+from triton_resources import LIMITS, Resources, compilation_of, compile_all
 
+from efficient_densenet.kernels import candidates
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, STEM_OPERATIONS, Case, StemCase
 
@@ -46,13 +47,13 @@ def _stem(precision: str, memory_format: torch.memory_format) -> tuple[list[str]
 
 @pytest.fixture
 def check(monkeypatch):
-    """A function: the names of the kernels that operations launch on cases, once compiled for a device of an
+    """A function: the resources, by name, of the kernels that operations launch on cases, compiled for a device of an
     architecture. They take no more shared memory than there is, nor than the host code reckons, and spill at most so
     many bytes of a thread."""
     launched = []
     monkeypatch.setattr(launch, "launch", lambda prepared, *tensors: launched.append((prepared, tensors)))
 
-    def function(arch: int, precision: str, *cases, spills: int = 0) -> set[str]:
+    def function(arch: int, precision: str, *cases, spills: int = 0) -> dict[str, Resources]:
         for module in tiles, conv3x3:
             monkeypatch.setattr(module, "device_limits", lambda device: LIMITS[arch])
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision != "ieee")
@@ -68,10 +69,11 @@ def check(monkeypatch):
                     compilations.append(compilation_of(prepared, tensors, arch, misaligned))
                     limits.append(_shared_memory(kernel, case, arch))
             launched.clear()
-        for compilation, limit, found in zip(compilations, limits, compile_all(compilations), strict=True):
+        resources = compile_all(compilations)
+        for compilation, limit, found in zip(compilations, limits, resources, strict=True):
             assert found.spills <= spills, (compilation, found)
             assert found.shared_memory <= limit, (compilation, found)
-        return {each.kernel for each in compilations}
+        return {each.kernel: found for each, found in zip(compilations, resources, strict=True)}
 
     return function
 
@@ -91,11 +93,27 @@ def test_the_most_common_kernels(check):
     found = check(80, "tf32", _conv1x1("BC-100-12", "tf32"), _stem("tf32", torch.channels_last))
     found |= check(86, "tf32", _conv1x1("densenet161", "tf32"), _conv3x3("densenet121", "tf32"))
     found |= check(75, "float16", _conv1x1("BC-100-12", "float16"), _conv3x3("BC-100-12", "float16"))
-    assert found == {
+    assert found.keys() == {
         *("conv1x1_forward", "conv1x1_backward", "conv3x3_forward", "conv3x3_grad_input", "conv3x3_grad_weight"),
         *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
         "norm_activation_max_pool_backward",
     }
+
+
+@pytest.mark.parametrize(("precision", "arch"), [("bfloat16", 90), ("tf32", 80), ("float16", 70)])
+def test_the_last_program_instance_sees_what_all_others_have_stored(precision, arch, check, monkeypatch):
+    """All threads have stored before one of them releases, by an increment; and load after that one has acquired."""
+    monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
+    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
+    monkeypatch.setattr(candidates, "NEXT_BOTTLENECK_FINISHES", True)
+    cases = [make(model, precision) for model in ("BC-100-12", "densenet121") for make in (_conv1x1, _conv3x3)]
+    found = check(arch, precision, *cases, spills=16 if arch == 70 else 0)
+    for kernel in "conv1x1_forward", "conv3x3_forward", "conv3x3_grad_input":
+        order = found[kernel].order
+        before, after = (part.split() for part in " ".join(order).split("atom.global.gpu.acq_rel.add.u32"))
+        assert "bar.sync" in before[-before[::-1].index("st.global") :]
+        assert after[0] == "bar.sync"
+        assert "ld.global" in after
 
 
 @pytest.mark.exhaustive

@@ -61,10 +61,11 @@ def compilation_of(launch: Launch, tensors: Sequence[Any], arch: int, misaligned
 
 class Resources(NamedTuple):
     """Resources that a compiled kernel takes: bytes of shared memory of a block, and of local memory that a thread's
-    spills take."""
+    spills take. `order` has its accesses to global memory, barriers and atomic operations, in the order of its PTX."""
 
     shared_memory: int
     spills: int
+    order: list[str]
 
 
 def compile_all(compilations: Sequence[Compilation], timeout: float = 600) -> list[Resources]:
@@ -95,7 +96,8 @@ def _compile(job: Compilation) -> Resources:
     aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned}
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton_compile(source, target=GPUTarget("cuda", job.arch, 32), options=job.options)
-    return Resources(compiled.metadata.shared, _spills(compiled.asm["cubin"]))
+    order = re.findall(r"bar\.sync|ld\.global|st\.global|atom\.[a-z0-9_.]+", compiled.asm["ptx"])
+    return Resources(compiled.metadata.shared, _spills(compiled.asm["cubin"]), order)
 
 
 def _spills(cubin: bytes) -> int:

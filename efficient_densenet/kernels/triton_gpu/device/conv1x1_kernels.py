@@ -19,47 +19,82 @@ from .device_functions import (
     offsets,
     store_pair,
 )
+from .finishing_kernels import finish_backward
 from .formulas import activate, grad_before_activation
 from .operands import as_operand, weight_operand
-from .statistics_kernels import store_tile_statistics
+from .statistics_kernels import combine_by_last_instance, store_tile_statistics
 
 OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
+FINISHED_VECTORS = ["finished_norm_weight", "finished_mean", "finished_inv_std"]
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=[*VECTORS, *FINISHED_VECTORS])
 def conv1x1_forward(
     output,
     stats,
+    statistics,
     values,
     norm_weight,
     norm_bias,
     mean,
     inv_std,
     weight,
+    grad_norm_bias,
+    grad_norm_weight,
+    grad_weight,
+    sums,
+    partial_sums,
+    partial_grad_weight,
+    finished_norm_weight,
+    finished_mean,
+    finished_inv_std,
     num_rows,
     channels,
     values_stride,
+    eps,
+    stats_stride,
+    splits,
+    weight_splits,
+    finished_channels,
+    num_weights,
+    sums_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
+    COMBINES: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     ROUNDED: tl.constexpr,
+    FINISHES: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
     """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
     A GEMM whose prologue is the norm and the activation f, and whose epilogue is the statistics of the tile as it is
-    stored: stats[row tiles, 2, OUT_CHANNELS]. A tile has all output channels; the loop is over input channels (K).
+    stored: stats[row tiles, 2, OUT_CHANNELS] and, with COMBINES, statistics[3, OUT_CHANNELS], of all rows. A tile
+    has all output channels; the loop is over input channels (K).
     Grid: (row tiles,).
+
+    With FINISHES, more program instances, the first ones, do what `finish_backward` does for a norm without mean.
     """
-    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     tile = tl.program_id(0)
+    if FINISHES:
+        tile -= tl.num_programs(0) - tl.cdiv(num_rows, BLOCK_ROWS)
+        if tile < 0:
+            finish_backward(
+                grad_norm_bias, grad_norm_weight, grad_weight, sums, partial_sums, partial_grad_weight,
+                finished_norm_weight, finished_mean, finished_inv_std, splits, weight_splits, finished_channels,
+                num_weights, sums_stride, False, True, True, 1, BLOCK_SPLITS, BLOCK_COLUMNS,
+            )  # fmt: skip
+            return
+    channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out_channel = tl.arange(0, BLOCK_OUT)
     row_mask, out_mask = (row < num_rows)[:, None], out_channel < OUT_CHANNELS
@@ -76,8 +111,12 @@ def conv1x1_forward(
     tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
     if HAS_STATISTICS:
         count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)
-        stats += tile.to(tl.int64) * 2 * OUT_CHANNELS
-        store_tile_statistics(stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
+        tile_stats = stats + tile.to(tl.int64) * 2 * OUT_CHANNELS
+        store_tile_statistics(tile_stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
+        if COMBINES:
+            combine_by_last_instance(
+                statistics, stats, eps, num_rows, OUT_CHANNELS, stats_stride, BLOCK_ROWS, BLOCK_OUT
+            )
 
 
 @triton.jit

@@ -9,10 +9,11 @@ import triton.language as tl
 SIZES = [
     *("num_rows", "channels", "height", "width", "values_stride", "accum_stride"),
     *("sums_stride", "stats_stride", "splits", "weight_splits", "num_weights", "block_rows"),
+    "finished_channels",
 ]
 
 # Vectors of channels may begin anywhere in a matrix of statistics, and have too few loads to profit from alignment.
-VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums"]
+VECTORS = ["norm_weight", "norm_bias", "mean", "inv_std", "sums", "statistics"]
 
 
 @triton.jit
@@ -81,6 +82,18 @@ def accumulate(pointer, values, mask, OVERWRITE: tl.constexpr):
         tl.store(pointer, values, mask)
     else:
         tl.store(pointer, tl.load(pointer, mask, 0.0).to(tl.float32) + values, mask)
+
+
+@triton.jit
+def is_last_instance(counter, instances):
+    """Whether all other program instances have been here: the last one sees what they have stored.
+
+    The counter, of any type of four bytes, is zero before the first. The barrier and the increment, which releases and
+    acquires, order all stores of an instance before the loads of the last one.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel", scope="gpu")
+    return before == instances - 1
 
 
 @triton.jit

@@ -28,12 +28,15 @@ from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3
 from .common import (
     MAX_PROGRAM_INSTANCES,
+    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
     input_arguments,
     num_splits,
+    product_precision,
+    rounded_to_tf32,
     run,
     with_contiguous_rows,
 )
@@ -105,10 +108,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     if not conv1x1.is_for_triton(conv.weight):
         return portable.conv1x1_forward(conv, statistics)
-    stats, block_rows = conv1x1.forward(conv, has_statistics=statistics is not None)
-    if statistics is not None:
-        combine_statistics(stats, block_rows, len(conv.output), statistics)
-    return None
+    return conv1x1.forward(conv, statistics)
 
 
 def conv1x1_backward(
@@ -120,14 +120,12 @@ def conv1x1_backward(
 ) -> Gradients:
     if not conv1x1.is_for_triton(weight):
         return portable.conv1x1_backward(grad_output, input, weight, accumulator, next_bottleneck)
-    grads = conv1x1.backward(grad_output, input, weight, accumulator)
-    if next_bottleneck is not None:
-        conv1x1_forward(next_bottleneck)
-    return grads
+    return conv1x1.backward(grad_output, input, weight, accumulator, next_bottleneck)
 
 
 def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    return conv3x3.channels_last(weights)
+    arranged = conv3x3.channels_last(weights)
+    return rounded_to_tf32(arranged) if arranged and are_rounded(product_precision(arranged[0])) else arranged
 
 
 def conv3x3_forward(
