@@ -26,7 +26,6 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 from efficient_densenet import kernels, make_efficient
 from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
-from efficient_densenet.engine.stage import statistics
 from efficient_densenet.engine.stage.operator import StageOperator
 from efficient_densenet.kernels import candidates
 
@@ -192,10 +191,9 @@ def test_signals_and_volumes(dims, kernel_set, monkeypatch):
     ],
 )
 def test_triton_kernels(family, dtype, variant, blocks, side, with_candidates, monkeypatch):
-    """The kernels are interpreted on a machine without a GPU, with a slab and uninitialized statistics as there."""
+    """The kernels are interpreted on a machine without a GPU, with a slab as there."""
     use("Triton", monkeypatch)
     monkeypatch.setattr(program, "WITHOUT_CACHE", ())
-    monkeypatch.setattr(statistics, "device_type", lambda _: "cuda")
     if with_candidates:
         turn_candidates_on(monkeypatch)
     x = torch.randn(2, 3, side, side, dtype=DTYPES[dtype])

@@ -119,8 +119,7 @@ class Gradients(NamedTuple):
 
 class StatisticsOutput:
     """The matrix (3, channels) in which a kernel writes its output's statistics: mean, biased variance and, from
-    `eps`, 1 / sqrt(var + eps). `rows` are views of its rows. On a CPU, and with `candidates.COMBINED_BYTES`, it must be
-    zero before.
+    `eps`, 1 / sqrt(var + eps). `rows` are views of its rows. With `candidates.COMBINED_BYTES`, it must be zero before.
     """
 
     def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._tensors import accumulation_dtype, device_type
+from ..._tensors import accumulation_dtype
 from ...kernels import candidates
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import (
@@ -125,10 +125,8 @@ class ForwardStatistics(_FeatureStatistics):
 
 
 def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
-    """A matrix for kernels to write, zeroed on a CPU, where PyTorch's batch norm adds to its output, and where program
-    instances are counted in it."""
-    is_zero = device_type(features) == "cpu" or candidates.COMBINED_BYTES
-    allocate = features.new_zeros if is_zero else features.new_empty
+    """A matrix for kernels to write, zero where program instances are counted in it."""
+    allocate = features.new_zeros if candidates.COMBINED_BYTES else features.new_empty
     return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
 
