@@ -72,7 +72,8 @@ def count(
     precision: Any = "tf32",
     layout: Any = "contiguous",
 ) -> None:
-    """Print what a training step by plain modules and by the shared engine asks of a GPU, as a Markdown table.
+    """Print what a training step by plain modules and by the shared engine, with Triton's and with the portable
+    kernels, asks of a GPU, as a Markdown table.
 
     Args:
         model: a name of the zoo, or densenet_bc_<depth>_<growth rate>, or several of them.
@@ -85,7 +86,7 @@ def count(
     print("|---|---|---:|---:|---:|---:|")
     for setting in expand(model, batch_size, image_size, precision, layout, device="cuda"):
         plain = trace(setting, "plain")
-        for engine in ("plain", "shared"):
+        for engine in ("plain", "shared", "shared_portable"):
             step = plain if engine == "plain" else trace(setting, engine)
             cells = (
                 f"{setting.model}, {setting.batch_size}, {setting.precision}, {setting.layout}",
@@ -99,22 +100,30 @@ def count(
 
 
 def trace(setting: Setting, engine: str) -> StepTrace:
-    """A step of the setting on the meta device."""
+    """A step of the setting on the meta device, by an engine or by `shared_portable`."""
     memory_format: Any = LAYOUTS[setting.layout]
     with torch.device("meta"):
-        network = DenseNet(**architecture(setting.model) | {"efficient": engine})
+        network = DenseNet(**architecture(setting.model) | {"efficient": engine.removesuffix("_portable")})
         images = torch.empty(setting.batch_size, 3, setting.image_size, setting.image_size)
     network.to(memory_format=memory_format)
-    return trace_step(network, images.contiguous(memory_format=memory_format), setting.precision)
+    kernels = portable_kernels if engine == "shared_portable" else triton_kernels
+    return trace_step(network, images.contiguous(memory_format=memory_format), setting.precision, kernels)
 
 
-def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", run_kernels: bool = False) -> StepTrace:
+def trace_step(
+    network: nn.Module,
+    images: Tensor,
+    precision: str = "float32",
+    kernels: Callable[[], contextlib.AbstractContextManager] | None = None,
+    run_kernels: bool = False,
+) -> StepTrace:
     """The forward, the cross entropy and the backward of a step whose gradients are None before it.
 
     Args:
         network: on the meta device, or where the step really runs.
         images: on the network's device.
         precision: float32, tf32, bf16 or fp16.
+        kernels: a context that chooses a set of kernels. Default: `triton_kernels`.
         run_kernels: launch the Triton kernels too, or run them by Triton's interpreter.
     """
     labels = torch.zeros(len(images), dtype=torch.long, device=images.device)
@@ -133,7 +142,7 @@ def trace_step(network: nn.Module, images: Tensor, precision: str = "float32", r
 
     with (
         _tensor_float_32(precision == "tf32"),
-        triton_kernels(),
+        (kernels or triton_kernels)(),
         _replaced("launch", stand_in),
         meta_stands_for("cuda"),
         functions if kind == "meta" else contextlib.nullcontext(),
@@ -261,6 +270,17 @@ def triton_kernels() -> Iterator[None]:
         mock.patch.object(kernel_sets, "triton_supports", triton_supports),
         mock.patch.object(row_tiles, "META_TILES", sys.maxsize),  # each tile's launches count
         _replaced("device_limits", lambda function: lambda device: tiles.OF_H100),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def portable_kernels() -> Iterator[None]:
+    """Within, the shared engine runs the portable kernels."""
+    with (
+        mock.patch.object(kernel_sets, "triton_supports", lambda values: False),
+        mock.patch.object(kernel_sets, "numba_supports", lambda values: False),
+        mock.patch.object(row_tiles, "META_TILES", sys.maxsize),
     ):
         yield
 
