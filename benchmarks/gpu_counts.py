@@ -277,9 +277,12 @@ def triton_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def portable_kernels() -> Iterator[None]:
     """Within, the shared engine runs the portable kernels."""
+
+    def supports_none(values: Tensor) -> bool:  # a mock would keep its arguments, and their memory
+        return False
+
     with (
-        mock.patch.object(kernel_sets, "triton_supports", lambda values: False),
-        mock.patch.object(kernel_sets, "numba_supports", lambda values: False),
+        mock.patch.multiple(kernel_sets, triton_supports=supports_none, numba_supports=supports_none),
         mock.patch.object(row_tiles, "META_TILES", sys.maxsize),
     ):
         yield
