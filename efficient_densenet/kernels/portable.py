@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .._tensors import CHANNELS_LAST, as_dtype
+from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from .._torch_private import foreach_copy_
 from . import convolution
 from .average_pooling import as_slabs, average_pool, average_pool_backward
@@ -230,11 +230,12 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> Sequen
 
     On a CPU it adds up rows one after another: so of parts of them, joined by Chan's parallel variance.
     """
-    if values.is_cuda:
-        return torch.batch_norm_update_stats(values, None, None, 0.0)
-    if not values.is_cpu:  # on the meta device nothing is allocated for a conversion, as on those above and below
-        values = values if values.is_meta else as_dtype(values, mean.dtype)
+    if values.is_meta:  # which batch_norm_update_stats does not know
         return torch.var_mean(values, 0, correction=0)[::-1]
+    if (device := device_type(values)) not in ("cpu", "cuda"):
+        return torch.var_mean(as_dtype(values, mean.dtype), 0, correction=0)[::-1]
+    if device == "cuda":
+        return torch.batch_norm_update_stats(values, None, None, 0.0)
     parts = slices(len(values), STATISTICS_ROWS, values)
     # In half precision the results have the dtype of the running statistics, which momentum 0 does not change.
     running = (mean, variance) if values.itemsize < 4 else (None, None)
