@@ -230,10 +230,10 @@ def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> Sequen
 
     On a CPU it adds up rows one after another: so of parts of them, joined by Chan's parallel variance.
     """
-    if values.is_meta:  # which batch_norm_update_stats does not know
-        return torch.var_mean(values, 0, correction=0)[::-1]
     if (device := device_type(values)) not in ("cpu", "cuda"):
         return torch.var_mean(as_dtype(values, mean.dtype), 0, correction=0)[::-1]
+    if values.is_meta:  # which batch_norm_update_stats does not know
+        return torch.var_mean(values, 0, correction=0)[::-1]
     if device == "cuda":
         return torch.batch_norm_update_stats(values, None, None, 0.0)
     parts = slices(len(values), STATISTICS_ROWS, values)
