@@ -34,7 +34,7 @@ from .interface import (
     Gradients,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, in_tiles, rows, slices, tiles
+from .row_tiles import WHOLE, in_tiles, rows, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -47,9 +47,9 @@ Sums = tuple[Tensor | None, Tensor, Tensor]
 """grad_weight of a convolution, None where there is none; Σ grad and Σ grad · values over the rows, (channels,) each.
 grad is the gradient of the norm's output."""
 
-STATISTICS_ROWS = 1024
-"""The most rows whose statistics PyTorch's batch norm computes at once on a CPU: the error of its sums grows with their
-number."""
+STATISTICS_ROWS, STATISTICS_GROUPS = 512, 64
+"""More rows than the first are divided into groups, for PyTorch's batch norm on a CPU: the error of its sums grows with
+the number of rows."""
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
@@ -78,7 +78,7 @@ def halved(shape: torch.Size) -> torch.Size:
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel."""
     mean, variance, inv_std = statistics.rows
-    foreach_copy_([mean, variance], list(_mean_and_variance(values, mean, variance)))
+    foreach_copy_([mean, variance], list(_mean_and_variance(values, mean.dtype)))
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
@@ -225,29 +225,40 @@ def pooled_conv1x1_backward(
     return _finish(sums, input.norm, accumulator)
 
 
-def _mean_and_variance(values: Tensor, mean: Tensor, variance: Tensor) -> Sequence[Tensor]:
-    """Mean and biased variance of each channel by PyTorch's batch norm, in the accumulation dtype.
+def _mean_and_variance(values: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Mean and biased variance of each channel by PyTorch's batch norm, in `dtype`, for accumulation.
 
-    On a CPU it adds up rows one after another: so of parts of them, joined by Chan's parallel variance.
+    On a CPU it adds up rows one after another: so groups of them are side by side, as more channels, and are joined by
+    Chan's parallel variance.
     """
     if (device := device_type(values)) not in ("cpu", "cuda"):
-        return torch.var_mean(as_dtype(values, mean.dtype), 0, correction=0)[::-1]
+        return torch.var_mean(as_dtype(values, dtype), 0, correction=0)[::-1]
     if values.is_meta:  # which batch_norm_update_stats does not know
         return torch.var_mean(values, 0, correction=0)[::-1]
     if device == "cuda":
         return torch.batch_norm_update_stats(values, None, None, 0.0)
-    parts = slices(len(values), STATISTICS_ROWS, values)
-    # In half precision the results have the dtype of the running statistics, which momentum 0 does not change.
-    running = (mean, variance) if values.itemsize < 4 else (None, None)
-    statistics = [torch.batch_norm_update_stats(rows(values, part), *running, 0.0) for part in parts]
-    if len(parts) == 1:
-        return statistics[0]
-    means, variances = map(torch.stack, zip(*statistics, strict=True))
-    weights = means.new_full((len(parts), 1), STATISTICS_ROWS / len(values))
-    weights[-1].fill_((len(values) - parts[-1].start) / len(values))
+    if len(values) <= STATISTICS_ROWS:
+        return _batch_norm_statistics(values)
+    whole = len(values) // STATISTICS_GROUPS * STATISTICS_GROUPS
+    side_by_side = values[:whole].reshape(whole // STATISTICS_GROUPS, -1)
+    statistics = torch.stack(_batch_norm_statistics(side_by_side)).view(2, STATISTICS_GROUPS, -1)
+    weights = statistics.new_full((STATISTICS_GROUPS, 1), whole / STATISTICS_GROUPS / len(values))
+    if rest := len(values) - whole:
+        statistics = torch.cat([statistics, torch.stack(_batch_norm_statistics(values[whole:]))[:, None]], 1)
+        weights = torch.cat([weights, statistics.new_full((1, 1), rest / len(values))])
+    means, variances = statistics.unbind()
     total_mean = (means * weights).sum(0)
     deviations = means - total_mean
-    return total_mean, (variances.addcmul_(deviations, deviations) * weights).sum(0)
+    return total_mean, (torch.addcmul(variances, deviations, deviations) * weights).sum(0)
+
+
+def _batch_norm_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel. In half precision they have the dtype of the running statistics, which
+    momentum 0 does not change."""
+    running = None, None
+    if values.itemsize < 4:
+        running = values.new_empty(2, values.shape[1], dtype=torch.float32).unbind()
+    return torch.batch_norm_update_stats(values, *running, 0.0)
 
 
 def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[tuple[slice, Tensor]]:

@@ -21,8 +21,9 @@ MODES = {
     "off": "run a stage's own code in each step",
 }
 
-MAX_PROGRAMS = 128
-"""The most keys that are remembered; a network has two for each stage, direction and size of images."""
+MAX_PROGRAMS = 512
+"""The most keys that are remembered. A network has two for each stage and size of images; recording takes as long as
+two direct runs, or more on few pixels, so that keys should not be forgotten before they are met again."""
 
 _ORDINARY_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 _SEEN = object()

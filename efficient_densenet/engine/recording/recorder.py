@@ -133,16 +133,17 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.reason:
+            return func(*args, **kwargs)
         with self:  # below autograd a mode sees operations that consist of others
             output = run_parts(func, args, kwargs, self.device.type)
         if output is not NotImplemented:
             return output
         output = func(*args, **kwargs)
-        if not self.reason:
-            try:
-                self._operation(func, args, kwargs, output)
-            except _CannotRecordError as error:
-                self._refuse(error)
+        try:
+            self._operation(func, args, kwargs, output)
+        except _CannotRecordError as error:
+            self._refuse(error)
         return output
 
     def _operation(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
