@@ -233,8 +233,9 @@ def test_the_contexts_of_the_caller_and_forwards_that_are_set_on_modules_do_noth
     assert MetaModel(model).training_step(shape).tensor_peak == expected
 
 
-def test_the_model_and_the_random_numbers_are_left_alone():
+def test_the_model_and_the_random_numbers_are_left_alone(monkeypatch):
     """Hooks are not called, buffers do not change, and a warning that is due comes with the real step."""
+    monkeypatch.setattr(choose, "_warned", set())
     model, called = DenseNet(4, (2, 2), drop_rate=0.5), []
     for name in ("denseblock1", "denseblock2.denselayer1"):
         model.features.get_submodule(name).register_forward_hook(lambda *_: called.append("hook"))
