@@ -255,10 +255,10 @@ def _mean_and_variance(values: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
 def _batch_norm_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of each channel. In half precision they have the dtype of the running statistics, which
     momentum 0 does not change."""
-    running = None, None
+    mean = variance = None
     if values.itemsize < 4:
-        running = values.new_empty(2, values.shape[1], dtype=torch.float32).unbind()
-    return torch.batch_norm_update_stats(values, *running, 0.0)
+        mean, variance = values.new_empty(2, values.shape[1], dtype=torch.float32).unbind()
+    return torch.batch_norm_update_stats(values, mean, variance, 0.0)
 
 
 def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[tuple[slice, Tensor]]:
