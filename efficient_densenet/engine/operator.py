@@ -28,7 +28,6 @@ LIBRARY = torch.library.Library("efficient_densenet", "FRAGMENT")
 USE_CHECKPOINT = (
     "use model.set_engine('checkpoint'), or make_efficient(model, 'checkpoint') for another library's model"
 )
-_ORDINARY_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
 
 def implement(name: str, dispatch_key: str = "CompositeExplicitAutograd") -> Callable[[Callable], Callable]:
@@ -339,7 +338,7 @@ def _differentiable_gradients(
 
 def are_ordinary(*tensors: Tensor | None) -> bool:
     """Whether no compiler, dispatch mode or tensor subclass has to see an operator on these tensors."""
-    return _ORDINARY_TYPES.issuperset(map(type, tensors)) and not has_dispatch_mode()
+    return programs.ORDINARY_TYPES.issuperset(map(type, tensors)) and not has_dispatch_mode()
 
 
 def _refuse_batched_gradients(*grad_outputs: Tensor | None) -> None:

@@ -261,7 +261,7 @@ def _batch_norm_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
     return torch.batch_norm_update_stats(values, mean, variance, 0.0)
 
 
-def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int = 1) -> Iterator[tuple[slice, Tensor]]:
+def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int) -> Iterator[tuple[slice, Tensor]]:
     """The tiles of rows, each as its slice, and the activation y in `dtype`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
         yield tile, _activated(rows(input.values, tile), input, dtype)

@@ -1,7 +1,7 @@
 """A recorded run as a Python function, which does the same on other tensors.
 
-Tensors have numbers: the externals, the memories that the run allocates, the slab, and views. Each run has a list of
-its tensors and an array of their addresses, so any number of threads may replay one program at once.
+Tensors have numbers: the externals, the memories that the run allocates, the slab, and views. They are local variables
+of the function, and each run has its own list of memories for launches, so any number of threads may replay at once.
 """
 
 from array import array

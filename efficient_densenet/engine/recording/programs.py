@@ -25,7 +25,9 @@ MAX_PROGRAMS = 512
 """The most keys that are remembered. A network has two for each stage and size of images; recording takes as long as
 two direct runs, or more on few pixels, so that keys should not be forgotten before they are met again."""
 
-_ORDINARY_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+ORDINARY_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+"""Others, tensor subclasses, may have no memory, and see operations themselves."""
+
 _SEEN = object()
 _programs: OrderedDict[Hashable, Any] = OrderedDict()
 """For each key, the least recently used first: `_SEEN`, a `Program`, or the reason why there can be none."""
@@ -85,7 +87,7 @@ def _remember(key: Hashable, entry: Any) -> None:
 
 def _can_record(types: Sequence[type], device: str) -> bool:
     """Whether the run's tensors are ordinary ones with memory, and nobody else sees its operations."""
-    if not _ORDINARY_TYPES.issuperset(types) or has_dispatch_mode() or functorch_is_active():
+    if not ORDINARY_TYPES.issuperset(types) or has_dispatch_mode() or functorch_is_active():
         return False
     return device in ("cpu", "cuda") and mode() == "on" and why_not(PREDICTION) is None
 
