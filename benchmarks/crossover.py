@@ -69,7 +69,7 @@ def crossover(
     if threads:
         torch.set_num_threads(threads)
     path = Path(file) if file else results.RESULTS / f"cpu_torch{torch.__version__.partition('+')[0]}_crossover.csv"
-    measured = results.read_crossover(path)
+    measured = results.read_others(path, "point")
     for point in as_list(points):
         if missing and any(row["point"] == point for row in measured):
             continue

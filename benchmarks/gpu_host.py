@@ -1,12 +1,16 @@
 """The host's time of a training step on a GPU, measured without one: launches of Triton kernels do nothing.
 
     python benchmarks/gpu_host.py --model densenet_bc_100_12
+    python benchmarks/gpu_host.py --model densenet121 --image_size 32
 
 The shared engine runs with its Triton kernels on the CPU. Each launch of a replay is made as on a GPU, up to Triton's
 own launcher in C, in whose place a function does nothing. PyTorch's operations, and so all of plain's, are the CPU's,
 on images so small that most of their time is that of the calls. What a GPU adds is missing on both sides: the driver's
 part of a launch, cuDNN's host side (here oneDNN's is in its place) and the CUDA allocator. So the ratio is none of a
 GPU, but follows what the engine's own Python takes.
+
+The engines take turns of several steps, as a training runs them: the first step after the other engine's finds the
+caches of the processor filled by it. `--turn 1` measures that step alone.
 """
 
 import contextlib
@@ -14,24 +18,29 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import rows as results
 import torch
 import torch.nn.functional as F
 from gpu_counts import triton_kernels
 from methods import architecture
 from options import run_command
+from worker import device_name
 
 from efficient_densenet import DenseNet
-from efficient_densenet.engine.recording import program
+from efficient_densenet.engine.recording import program, programs
 from efficient_densenet.kernels.triton_gpu.host import launch
 
 
 @contextlib.contextmanager
 def idle_launches() -> Iterator[list[int]]:
-    """Inside, Triton kernels are chosen on the CPU, and launching one does nothing. Yields a list with their number."""
+    """Inside, Triton kernels are chosen on the CPU, and launching one does nothing. Yields a list with their number.
+
+    What was recorded outside is not replayed inside, and what was recorded inside not outside."""
     count = [0]
 
     def run(*_: Any) -> None:
@@ -51,7 +60,11 @@ def idle_launches() -> Iterator[list[int]]:
         mock.patch.object(torch.cuda, "current_device", first_gpu),
         mock.patch.object(program, "WITHOUT_CACHE", set()),  # temporaries in a slab, as on a GPU
     ):
-        yield count
+        programs.forget()
+        try:
+            yield count
+        finally:
+            programs.forget()
 
 
 @contextlib.contextmanager
@@ -77,31 +90,57 @@ def step(network: DenseNet, images: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def measure(model: str = "densenet_bc_100_12", batch_size: int = 2, image_size: int = 8, rounds: int = 31) -> None:
-    """Print the medians of steps that alternate.
+def measure(
+    model: str = "densenet_bc_100_12",
+    batch_size: int = 2,
+    image_size: int = 8,
+    turn: int = 8,
+    rounds: int = 15,
+    file: str = "",
+) -> None:
+    """Print the medians of the engines' turns, and write them to a CSV file, in which they replace their former row.
 
     Args:
         model: a name of the zoo, or densenet_bc_<depth>_<growth rate>.
         batch_size: number of images.
         image_size: height and width of the images, which change nothing but what the CPU computes.
-        rounds: steps of each engine.
+        turn: steps of an engine in each round.
+        rounds: turns of each engine.
+        file: where to write. Default: gpu_host_torch<version>.csv in benchmarks/results.
     """
     images = torch.randn(batch_size, 3, image_size, image_size)
-    plain, shared = (DenseNet(**architecture(model), efficient=engine) for engine in ("plain", "shared"))
-    times: dict[str, list[float]] = {"plain": [], "shared": []}
+    networks = {engine: DenseNet(**architecture(model), efficient=engine) for engine in ("plain", "shared")}
+    times: dict[str, list[float]] = {engine: [] for engine in networks}
     with idle_launches() as count, one_thread_without_collections():
-        for i in range(rounds + 2):  # the first steps are direct and recorded
-            count[0] = 0
-            of_round = {"plain": step(plain, images), "shared": step(shared, images)}
-            for engine, seconds in of_round.items() if i > 1 else ():
-                times[engine].append(seconds)
+        for network in networks.values():  # the first steps are direct and recorded
+            step(network, images), step(network, images)
+        for _ in range(rounds):
+            for engine, network in networks.items():
+                count[0] = 0
+                times[engine].append(statistics.mean(step(network, images) for _ in range(turn)))
             gc.collect()
-    medians = {engine: statistics.median(each) for engine, each in times.items()}
-    ratios = sorted(ours / theirs for ours, theirs in zip(times["shared"], times["plain"], strict=True))
-    quarter = len(ratios) // 4
-    print(f"{model}, {count[0]} launches of Triton kernels, torch {torch.__version__}:")
-    print(f"plain {1000 * medians['plain']:.1f} ms, shared {1000 * medians['shared']:.1f} ms,", end=" ")
-    print(f"{statistics.median(ratios):.2f} ({ratios[quarter]:.2f}-{ratios[-1 - quarter]:.2f}) of plain's")
+    ratios = statistics.quantiles([ours / plain for plain, ours in zip(*times.values(), strict=True)], n=4)
+    row = {
+        "model": model,
+        "batch_size": batch_size,
+        "image_size": image_size,
+        "turn": turn,
+        "launches": count[0] // turn,
+        **{f"{engine}_ms": f"{1000 * statistics.median(each):.2f}" for engine, each in times.items()},
+        **{
+            f"time_over_plain_{name}": f"{ratio:.3f}"
+            for name, ratio in zip(("q1", "median", "q3"), ratios, strict=True)
+        },
+        "rounds": rounds,
+        "device_name": device_name(torch.device("cpu")),
+        **results.provenance(),
+    }
+    print(f"{model}, {row['launches']} launches of Triton kernels, torch {torch.__version__}:")
+    print(f"plain {row['plain_ms']} ms, shared {row['shared_ms']} ms, {ratios[1]:.2f} of plain's")
+    path = Path(file) if file else results.RESULTS / f"gpu_host_torch{torch.__version__.partition('+')[0]}.csv"
+    key = "model", "batch_size", "image_size", "turn"
+    others = [each for each in results.read_others(path, "turn") if any(each[name] != str(row[name]) for name in key)]
+    results.write(path, [*others, row])
 
 
 if __name__ == "__main__":

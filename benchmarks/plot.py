@@ -72,7 +72,7 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
 
 def _is_drawn(path: Path) -> bool:
     is_measured = bool(results.read(path)) and "devices_sweep" not in path.stem
-    return is_measured or bool(results.read_crossover(path))
+    return is_measured or bool(results.read_others(path, "point"))
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
@@ -95,7 +95,7 @@ def fingerprint(path: Path) -> str:
 
 def draw(path: Path, methods: list[str] | None = None) -> Any:
     """Return the matplotlib figure of a file."""
-    if points := results.read_crossover(path):
+    if points := results.read_others(path, "point"):
         return _plot_crossover(points)
     rows = [row for row in results.read(path) if not row["note"] and (not methods or row["method"] in methods)]
     if not rows:

@@ -137,13 +137,13 @@ def read(path: Path) -> list[Row]:
         return [dict.fromkeys(COLUMNS, "") | row for row in reader]
 
 
-def read_crossover(path: Path) -> list[Row]:
-    """The rows that crossover.py has written, or no rows if there is no such file."""
+def read_others(path: Path, column: str) -> list[Row]:
+    """The rows that `write` has written with this column, or no rows if there is no such file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return rows if rows and "point" in rows[0] else []
+    return rows if rows and column in rows[0] else []
 
 
 def write(path: Path, measured: list[dict[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def test_the_crossover_is_measured_and_drawn(tmp_path, capsys):
     path, point = tmp_path / "cpu_crossover.csv", "densenet_bc_10_4 2 x 4^2"
     with contextlib.suppress(ValueError):  # two tiny steps may take any time
         crossover.crossover(point, seconds=0.01, file=str(path))
-    rows = results.read_crossover(path)
+    rows = results.read_others(path, "point")
     assert {row["point"] for row in rows} == {point}
     assert all(float(row["time"]) > 0 and float(row["memory"]) > 0 for row in rows)
     plot.save(path, tmp_path)
@@ -141,14 +141,18 @@ def test_a_step_on_the_meta_device_launches_what_one_that_runs_does():
     assert len(launched) > 20
 
 
-def test_the_host_s_time_of_a_step_on_a_gpu(capsys):
+def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path):
     pytest.importorskip("triton", reason="needs Triton")
     import gpu_host
 
     before = torch.Tensor.get_device, gpu_host.launch._launcher
-    gpu_host.measure(TINY.model, batch_size=2, image_size=8, rounds=2)
+    path = tmp_path / "host.csv"
+    for turn in (1, 3, 3):
+        gpu_host.measure(TINY.model, batch_size=2, image_size=8, turn=turn, rounds=2, file=str(path))
     launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
-    assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
+    rows = results.read_others(path, "turn")
+    assert [(row["turn"], row["launches"]) for row in rows] == [("1", str(launches)), ("3", str(launches))]
+    assert all(0 < float(row["time_over_plain_median"]) < 2 for row in rows)
     assert (torch.Tensor.get_device, gpu_host.launch._launcher) == before
 
 

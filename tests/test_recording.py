@@ -28,6 +28,7 @@ from efficient_densenet.engine.recording import program, programs, recorder, sla
 from efficient_densenet.engine.recording.program import Program
 from efficient_densenet.engine.stage.operator import StageOperator
 from efficient_densenet.kernels import candidates
+from efficient_densenet.memory import tensor_peak
 
 
 @pytest.fixture(autouse=True)
@@ -469,6 +470,43 @@ def test_what_cannot_be_recorded_runs_directly(monkeypatch):
         assert isinstance(run_three_times(function, x), str)
     programs.forget()
     assert isinstance(run_three_times(lambda tensors: [tensors[0] + 1], x), Program)
+
+
+def test_views_of_one_memory_are_made_together(monkeypatch):
+    """Columns of a matrix with a gap, and others that overlap them; the matrix is freed after its last use."""
+    monkeypatch.setattr(program, "SMALL_RUN_BYTES", 0)
+    x = torch.rand(1000, 60)
+
+    def divided(tensors: list[Tensor]) -> list[Tensor]:
+        (x,) = tensors
+        matrix = x * 2
+        sums = [matrix[:, start:stop].sum(0) for start, stop in ((0, 10), (12, 40), (40, 60), (5, 50))]
+        del matrix
+        return [*sums, (x * 3).sum(0)]
+
+    entry = run_three_times(divided, x)
+    assert isinstance(entry, Program)
+    assert entry.source.count("split_with_sizes([10, 2, 28, 20], -1)") == 1
+    assert entry.source.count("as_strided") == 2
+    assert tensor_peak(lambda: programs.run(lambda: divided([x]), "settings", [x])) < 1.5 * x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_numbers_in_place_of_tensors(dtype):
+    """They are not rounded before the operation rounds its result, and zeros keep their signs."""
+    x, wide = torch.rand(1000).to(dtype), torch.rand(1000, dtype=torch.float64)
+
+    def computed(tensors: list[Tensor]) -> list[Tensor]:
+        x, wide = tensors
+        return [
+            x + 1e-3,
+            x * (1 / 3),
+            wide * (1 / 3),
+            torch.ones_like(x).copysign(x * 0.0),
+            torch.ones_like(x).copysign(x * -0.0),
+        ]
+
+    assert isinstance(run_three_times(computed, x, wide), Program)
 
 
 @pytest.mark.parametrize("where", ["mode", "subclass", "off"])
