@@ -161,7 +161,7 @@ class _Builder:
     def _operation(self, event: Operation) -> None:
         name = event.function.overloadpacket.__name__
         owner = Tensor if name in _METHODS else torch if name in _FUNCTIONS else None
-        function = self._name(event.function if owner is None else getattr(owner, name))
+        function = self._name(getattr(owner, name, event.function))
         types = [str(parameter.type) for parameter in event.function._schema.arguments]
         arguments = [
             self._constant(event, each) if (type(each), expected) == (float, "Tensor") else self._argument(each)
