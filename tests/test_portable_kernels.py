@@ -78,11 +78,16 @@ def convolved(images: Tensor, weight: Tensor, grad_output: Tensor, dilation: int
     return results
 
 
-@pytest.mark.parametrize("rows", [512, 515])
-def test_products_of_large_matrices(rows):
-    matrix, weight, grad_output = (torch.randn(size) for size in ((rows, 160), (64, 160), (rows, 64)))
+@pytest.mark.parametrize(
+    ("rows", "channels", "by_onednn"), [(512, 160, True), (515, 160, False), (48, 1500, False), (64, 1500, True)]
+)
+def test_products_of_large_matrices(rows, channels, by_onednn):
+    matrix, weight, grad_output = (torch.randn(size) for size in ((rows, channels), (64, channels), (rows, 64)))
     output = torch.empty(rows, 64 + 1)[:, :64]
-    convolution.multiply(matrix, weight, output)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
+        convolution.multiply(matrix, weight, output)
+    if torch.backends.mkldnn.is_available():
+        assert ("aten::mkldnn_convolution" in {event.key for event in profiled.key_averages()}) == by_onednn
     results = output, *convolution.conv1x1_gradients(grad_output, matrix, weight, True)
     assert convolution.conv1x1_gradients(grad_output, matrix, weight, False)[1] is None
     exact = [tensor.double() for tensor in (matrix, weight, grad_output)]

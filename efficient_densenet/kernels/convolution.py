@@ -21,6 +21,9 @@ IM2COL_BYTES = 1 << 18
 ONEDNN_PRODUCT = 1 << 22
 """The fewest multiplications of a product by oneDNN, whose calls take longer."""
 
+ONEDNN_ROWS = 64
+"""The fewest rows of a product by oneDNN, which copies the weight to a memory format of its own."""
+
 ROWS_MULTIPLE = 16
 """The images into which the rows of a matrix are divided: PyTorch convolves fewer without oneDNN in a single thread."""
 
@@ -113,6 +116,7 @@ def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
         matrix.dtype is torch.float32
         and device_type(matrix) == "cpu"
         and len(matrix) % ROWS_MULTIPLE == 0
+        and len(matrix) >= ONEDNN_ROWS
         and len(matrix) * weight.numel() >= ONEDNN_PRODUCT
         and torch.backends.mkldnn.is_available()
     )
