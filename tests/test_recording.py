@@ -491,6 +491,16 @@ def test_views_of_one_memory_are_made_together(monkeypatch):
     assert tensor_peak(lambda: programs.run(lambda: divided([x]), "settings", [x])) < 1.5 * x.nbytes
 
 
+def test_views_may_be_empty():
+    x = torch.rand(4, 6)
+
+    def computed(tensors: list[Tensor]) -> list[Tensor]:
+        matrix = tensors[0] * 2
+        return [matrix[:, 3:3] + 1, matrix[:, 2:4] + matrix[2:2].sum()]
+
+    assert isinstance(run_three_times(computed, x), Program)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_numbers_in_place_of_tensors(dtype):
     """They are not rounded before the operation rounds its result, and zeros keep their signs."""

@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):
         if tensor.dtype is not memory.dtype:
             raise _CannotRecordError(f"memory of {memory.dtype} is read as {tensor.dtype}")
         memory.last = len(self.events)
-        offset = tensor.data_ptr() - memory.address
+        offset = tensor.data_ptr() - memory.address if tensor.numel() else 0  # empty ones have no address
         return Place(number, offset, tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def argument(self, tensor: Tensor, offset: int = 0) -> Place | None:
