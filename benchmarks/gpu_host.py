@@ -113,13 +113,14 @@ def measure(
     times: dict[str, list[float]] = {engine: [] for engine in networks}
     with idle_launches() as count, one_thread_without_collections():
         for network in networks.values():  # the first steps are direct and recorded
-            step(network, images), step(network, images)
+            for _ in range(2):
+                step(network, images)
         for _ in range(rounds):
             for engine, network in networks.items():
                 count[0] = 0
                 times[engine].append(statistics.mean(step(network, images) for _ in range(turn)))
             gc.collect()
-    ratios = statistics.quantiles([ours / plain for plain, ours in zip(*times.values(), strict=True)], n=4)
+    ratios = [ours / plain for plain, ours in zip(*times.values(), strict=True)]
     row = {
         "model": model,
         "batch_size": batch_size,
@@ -127,16 +128,13 @@ def measure(
         "turn": turn,
         "launches": count[0] // turn,
         **{f"{engine}_ms": f"{1000 * statistics.median(each):.2f}" for engine, each in times.items()},
-        **{
-            f"time_over_plain_{name}": f"{ratio:.3f}"
-            for name, ratio in zip(("q1", "median", "q3"), ratios, strict=True)
-        },
+        **results.quartiles("time_over_plain", ratios, 3),
         "rounds": rounds,
         "device_name": device_name(torch.device("cpu")),
         **results.provenance(),
     }
     print(f"{model}, {row['launches']} launches of Triton kernels, torch {torch.__version__}:")
-    print(f"plain {row['plain_ms']} ms, shared {row['shared_ms']} ms, {ratios[1]:.2f} of plain's")
+    print(f"plain {row['plain_ms']} ms, shared {row['shared_ms']} ms, {statistics.median(ratios):.2f} of plain's")
     path = Path(file) if file else results.RESULTS / f"gpu_host_torch{torch.__version__.partition('+')[0]}.csv"
     key = "model", "batch_size", "image_size", "turn"
     others = [each for each in results.read_others(path, "turn") if any(each[name] != str(row[name]) for name in key)]

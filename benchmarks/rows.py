@@ -65,9 +65,9 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "process_peak_mib": _mib(measurement.process_peak),
         "process_peak_over_plain": _ratio(measurement.process_peak, plain.process_peak),
         "step_peak_mib": _mib(measurement.step_peak),
-        **_quartiles("step_s", measurement.times, 5),
+        **quartiles("step_s", measurement.times, 5),
         "host_s_median": _median(measurement.host_times) if setting.device != "cpu" else "",
-        **_quartiles("time_over_plain", measurement.ratios, 3),
+        **quartiles("time_over_plain", measurement.ratios, 3),
         "rounds": len(measurement.times),
         "first_step_s": "" if measurement.first_step_s is None else f"{measurement.first_step_s:.2f}",
         "note": measurement.note,
@@ -92,7 +92,7 @@ def _median(seconds: list[float]) -> str:
     return f"{statistics.median(seconds):.5f}" if seconds else ""
 
 
-def _quartiles(name: str, values: list[float], digits: int) -> Row:
+def quartiles(name: str, values: list[float], digits: int) -> Row:
     """Return the three quartiles of `values`, by linear interpolation."""
     quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     texts = [f"{value:.{digits}f}" for value in quartiles] or ["", "", ""]

@@ -141,7 +141,7 @@ def test_a_step_on_the_meta_device_launches_what_one_that_runs_does():
     assert len(launched) > 20
 
 
-def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path):
+def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path, capsys):
     pytest.importorskip("triton", reason="needs Triton")
     import gpu_host
 
@@ -150,6 +150,7 @@ def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path):
     for turn in (1, 3, 3):
         gpu_host.measure(TINY.model, batch_size=2, image_size=8, turn=turn, rounds=2, file=str(path))
     launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
+    assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
     rows = results.read_others(path, "turn")
     assert [(row["turn"], row["launches"]) for row in rows] == [("1", str(launches)), ("3", str(launches))]
     assert all(0 < float(row["time_over_plain_median"]) < 2 for row in rows)

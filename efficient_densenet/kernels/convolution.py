@@ -27,7 +27,6 @@ ONEDNN_ROWS = 64
 ROWS_MULTIPLE = 16
 """The images into which the rows of a matrix are divided: PyTorch convolves fewer without oneDNN in a single thread."""
 
-
 SINGLE_VOLUME = 20480
 """The most channels · depth · height of a single volume that PyTorch convolves without oneDNN if it is in one group."""
 
@@ -41,7 +40,7 @@ def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
     conv, padding = dimensions_of(images).conv, _padding(weight, dilation)
     if _are_smaller_volumes(images, weight):
         images = images.clone(memory_format=torch.contiguous_format)
-    if _is_small_volume(images):
+    if _is_convolved_in_groups(images):
         return torch.add(*conv(images, _in_groups(weight), None, 1, padding, dilation, groups=2).chunk(2, 1))
     return conv(images, weight, padding=padding, dilation=dilation)
 
@@ -65,7 +64,7 @@ def conv3x3_gradients(
         return grad_input, grad_weight if needs_grad_weight else None
     if _are_smaller_volumes(images, weight):
         grad_output, images = (each.clone(memory_format=torch.contiguous_format) for each in (grad_output, images))
-    if _is_small_volume(images):
+    if _is_convolved_in_groups(images):
         tensors = torch.cat([grad_output, grad_output], 1), images, _in_groups(weight)
         grad_input, grad_weight = gradients(*tensors, dilation, needs_grad_weight, groups=2)
         return grad_input, None if grad_weight is None else _joined_groups(grad_weight)
@@ -158,7 +157,7 @@ def _are_smaller_volumes(images: Tensor, weight: Tensor) -> bool:
     return of_volumes and images.numel() < weight.numel()
 
 
-def _is_small_volume(images: Tensor) -> bool:
+def _is_convolved_in_groups(images: Tensor) -> bool:
     """Whether PyTorch would convolve a volume without oneDNN, whose channels can be divided into two groups."""
     return (
         (images.dim(), len(images), images.dtype) == (5, 1, torch.float32)
