@@ -36,13 +36,32 @@ def images_and_weight(shape, width, dtype=torch.float32):
         *((shape, torch.float32, 2, False) for shape in [(2, 5, 4, 3), (2, 5, 6), (2, 5, 4, 3, 2)]),
     ],
 )
-def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col):
+def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col, monkeypatch):
+    pretend_avx512(monkeypatch, True)
     images, weight, grad_output = images_and_weight(shape, 6, dtype)
     with CountingOperations() as counted:
         results = convolved(images, weight, grad_output, dilation)
     assert [counted.counts[operation] for operation in IM2COL] == [by_im2col, 2 * by_im2col]
     if by_im2col and len(shape) == 4:
         assert results[1].is_contiguous(memory_format=torch.channels_last)
+
+
+def pretend_avx512(monkeypatch, available):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if available else "AVX2")
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 999), (3, 7, 1), (2, 5, 6), (1, 48, 200)])
+@pytest.mark.parametrize("dilation", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradients_of_signals_are_products_without_avx512(shape, dilation, dtype, monkeypatch):
+    pretend_avx512(monkeypatch, False)
+    images, weight, grad_output = images_and_weight(shape, 6, dtype)
+    with CountingOperations() as counted:
+        _, grad_input, _ = convolved(images, weight, grad_output, dilation)
+    by_product = dtype is torch.float32
+    assert counted.counts[torch.ops.aten.mm.default] == 3 * by_product
+    assert counted.counts[torch.ops.aten.convolution_backward.default] == 1 + 2 * (not by_product)  # of the reference
+    assert grad_input.stride(1) == 1
 
 
 @pytest.mark.parametrize(
@@ -81,13 +100,17 @@ def convolved(images: Tensor, weight: Tensor, grad_output: Tensor, dilation: int
 @pytest.mark.parametrize(
     ("rows", "channels", "by_onednn"), [(512, 160, True), (515, 160, False), (48, 1500, False), (64, 1500, True)]
 )
-def test_products_of_large_matrices(rows, channels, by_onednn):
+@pytest.mark.parametrize("avx512", [True, False])
+def test_products_of_large_matrices(rows, channels, by_onednn, avx512, monkeypatch):
+    pretend_avx512(monkeypatch, avx512)
     matrix, weight, grad_output = (torch.randn(size) for size in ((rows, channels), (64, channels), (rows, 64)))
     output = torch.empty(rows, 64 + 1)[:, :64]
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         convolution.multiply(matrix, weight, output)
     if torch.backends.mkldnn.is_available():
-        assert ("aten::mkldnn_convolution" in {event.key for event in profiled.key_averages()}) == by_onednn
+        assert ("aten::mkldnn_convolution" in {event.key for event in profiled.key_averages()}) == (
+            by_onednn and avx512
+        )
     results = output, *convolution.conv1x1_gradients(grad_output, matrix, weight, True)
     assert convolution.conv1x1_gradients(grad_output, matrix, weight, False)[1] is None
     exact = [tensor.double() for tensor in (matrix, weight, grad_output)]
