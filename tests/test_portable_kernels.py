@@ -50,18 +50,28 @@ def pretend_avx512(monkeypatch, available):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if available else "AVX2")
 
 
-@pytest.mark.parametrize("shape", [(2, 8, 999), (3, 7, 1), (2, 5, 6), (1, 48, 200)])
-@pytest.mark.parametrize("dilation", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_gradients_of_signals_are_products_without_avx512(shape, dilation, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "dilation", "dtype", "by_product"),
+    [
+        *((shape, 1, torch.float32, True) for shape in [(2, 8, 999), (2, 8, 32, 31), (2, 5, 6, 4, 3), (1, 6, 3, 2, 2)]),
+        *((shape, 3, torch.float32, True) for shape in [(3, 7, 1), (2, 5, 6, 2), (2, 5, 4, 3, 2)]),
+        *((shape, 1, torch.float64, False) for shape in [(2, 8, 999), (2, 5, 4, 3)]),
+        ((2, 5, 4, 3), 1, torch.float32, False),  # by im2col
+    ],
+)
+def test_gradients_are_products_without_avx512(shape, dilation, dtype, by_product, monkeypatch):
     pretend_avx512(monkeypatch, False)
     images, weight, grad_output = images_and_weight(shape, 6, dtype)
     with CountingOperations() as counted:
         _, grad_input, _ = convolved(images, weight, grad_output, dilation)
-    by_product = dtype is torch.float32
     assert counted.counts[torch.ops.aten.mm.default] == 3 * by_product
-    assert counted.counts[torch.ops.aten.convolution_backward.default] == 1 + 2 * (not by_product)  # of the reference
-    assert grad_input.stride(1) == 1
+    assert grad_input.stride(1) == 1 or not by_product
+    columns_bytes = grad_output.numel() * weight[0, 0].numel() * 4
+    for limit, takes_it in ((columns_bytes, by_product), (columns_bytes - 1, False)):
+        monkeypatch.setattr(convolution, "COLUMNS_BYTES", limit)
+        with CountingOperations() as counted:
+            convolution.conv3x3_gradients(grad_output, images, weight, dilation, True)
+        assert (torch.ops.aten.mm.default in counted.counts) == takes_it
 
 
 @pytest.mark.parametrize(

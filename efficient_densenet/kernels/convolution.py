@@ -7,8 +7,10 @@ small images too. PyTorch also chooses its own for one small volume, for which i
 this file asks for a convolution in two groups, halves of the input channels, and adds up their outputs.
 
 Without AVX-512 oneDNN takes long for a weight's gradient from channels_last: four times as long as MKL's product for a
-1×1 convolution, twice as long for a signal's. There MKL computes 1×1 convolutions, and the gradients of signals'.
+1×1 convolution, up to twice as long for a larger one. There MKL computes 1×1 convolutions, and the gradients of others.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,9 @@ from .row_tiles import is_small
 
 IM2COL_BYTES = 1 << 18
 """The largest im2col matrix of images that are too small for oneDNN."""
+
+COLUMNS_BYTES = 1 << 23
+"""The most memory of the columns of im2col of `grad_output`, for gradients by products."""
 
 ONEDNN_PRODUCT = 1 << 22
 """The fewest multiplications of a product by oneDNN, whose calls take longer."""
@@ -57,8 +62,6 @@ def conv3x3_gradients(
         tensors = grad_output.float(), images.float(), weight.float()
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
         return grad_input.to(images.dtype), None if grad_weight is None else grad_weight.to(images.dtype)
-    if _are_signals_on_cpu(images) and images.dtype is torch.float32 and not _has_avx512():
-        return _signal_gradients(grad_output, images, weight, dilation, needs_grad_weight)
     if _are_signals_on_cpu(images):
         tensors = grad_output.unsqueeze(2), images.unsqueeze(2), weight.unsqueeze(2)
         grad_input, grad_weight = conv3x3_gradients(*tensors, dilation, needs_grad_weight)
@@ -68,6 +71,8 @@ def conv3x3_gradients(
         mask = [True, needs_grad_weight, False]
         grad_input, grad_weight, _ = im2col_conv3x3_backward(grad_output, images, weight, mask)
         return grad_input, grad_weight if needs_grad_weight else None
+    if _has_gradients_by_products(grad_output, images, weight):
+        return _gradients_by_products(grad_output, images, weight, dilation, needs_grad_weight)
     if _are_smaller_volumes(images, weight):
         grad_output, images = (each.clone(memory_format=torch.contiguous_format) for each in (grad_output, images))
     if _is_convolved_in_groups(images):
@@ -77,20 +82,25 @@ def conv3x3_gradients(
     return gradients(grad_output, images, weight, dilation, needs_grad_weight)
 
 
-def _signal_gradients(
-    grad_output: Tensor, signals: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
+def _gradients_by_products(
+    grad_output: Tensor, images: Tensor, weight: Tensor, dilation: int, needs_grad_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of a signal's convolution by those of a product, whose output has the columns of im2col of
-    `grad_output`: one for each tap and output channel."""
-    (_, width, length), in_channels = grad_output.shape, signals.shape[1]
-    padded = F.pad(grad_output.movedim(1, -1), (0, 0, dilation, dilation))
-    columns = padded.unfold(1, length, dilation).permute(0, 3, 1, 2).reshape(-1, 3 * width)
-    taps = weight.flip(2).permute(2, 0, 1).reshape(-1, in_channels)
-    grad_input, grad_taps = conv1x1_gradients(columns, _as_matrix(signals), taps, needs_grad_weight)
-    grad_input = grad_input.view(-1, length, in_channels).movedim(-1, 1)
-    if grad_taps is None:
+    """The gradients of a convolution by those of a product, whose output has the columns of im2col of `grad_output`:
+    one for each tap and output channel."""
+    (out_channels, in_channels, *taps), sides, dims = weight.shape, images.shape[2:], images.dim() - 2
+    padding = [size for size in reversed(_padding(weight, dilation)) for _ in range(2)]
+    columns = F.pad(grad_output.movedim(1, -1), (0, 0, *padding))
+    for dim, side in enumerate(sides, 1):
+        columns = columns.unfold(dim, side, dilation)  # the taps take the place of the pixels, which come last
+    columns = columns.permute(0, *range(dims + 2, 2 * dims + 2), *range(1, dims + 2))
+    columns = columns.reshape(-1, math.prod(taps) * out_channels)
+    matrix = weight.flip(*range(2, dims + 2)).movedim((0, 1), (-2, -1)).reshape(-1, in_channels)
+    grad_input, grad_weight = conv1x1_gradients(columns, _as_matrix(images), matrix, needs_grad_weight)
+    grad_input = grad_input.view(-1, *sides, in_channels).movedim(-1, 1)
+    if grad_weight is None:
         return grad_input, None
-    return grad_input, grad_taps.unflatten(0, (3, width)).flip(0).permute(1, 2, 0)
+    grad_weight = grad_weight.view(*taps, out_channels, in_channels)
+    return grad_input, grad_weight.flip(*range(dims)).movedim((-2, -1), (0, 1))
 
 
 def gradients(
@@ -175,6 +185,12 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
         and device_type(images) == "cpu"
         and why_not(IM2COL) is None
     )
+
+
+def _has_gradients_by_products(grad_output: Tensor, images: Tensor, weight: Tensor) -> bool:
+    columns_bytes = grad_output.numel() * weight[0, 0].numel() * images.itemsize
+    is_float32_on_cpu = images.dtype is torch.float32 and device_type(images) == "cpu"
+    return is_float32_on_cpu and not _has_avx512() and columns_bytes <= COLUMNS_BYTES
 
 
 def _are_smaller_volumes(images: Tensor, weight: Tensor) -> bool:
