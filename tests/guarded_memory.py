@@ -45,6 +45,7 @@ def new_empty(self, *shape, dtype=None):
 def places(*sizes):
     """The offsets of the scratch memory's parts, each followed by a guard. The total tells `new_scratch` the layout."""
     stops, end = [], 0
+    sizes = [-(-size // 4) * 4 for size in sizes]  # a part that no kernel uses may have any size
     for size in sizes:
         stops.append(end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         end = stops[-1] + GUARD
