@@ -36,8 +36,7 @@ def images_and_weight(shape, width, dtype=torch.float32):
         *((shape, torch.float32, 2, False) for shape in [(2, 5, 4, 3), (2, 5, 6), (2, 5, 4, 3, 2)]),
     ],
 )
-def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col, monkeypatch):
-    pretend_avx512(monkeypatch, True)
+def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col):
     images, weight, grad_output = images_and_weight(shape, 6, dtype)
     with CountingOperations() as counted:
         results = convolved(images, weight, grad_output, dilation)
@@ -83,7 +82,8 @@ def test_gradients_are_products_without_avx512(shape, dilation, dtype, by_produc
         ((2, 7, 5, 4, 3), 1, True),  # by PyTorch
     ],
 )
-def test_a_small_volume_is_convolved_by_onednn(shape, dilation, by_onednn):
+def test_a_small_volume_is_convolved_by_onednn(shape, dilation, by_onednn, monkeypatch):
+    pretend_avx512(monkeypatch, True)  # without it the gradients are products
     images, weight, grad_output = images_and_weight(shape, 6)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         output, *_ = convolved(images, weight, grad_output, dilation)
