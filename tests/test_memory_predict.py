@@ -96,6 +96,14 @@ def test_steps_in_float64_with_frozen_norms_in_channels_last_and_with_saved_bott
     _compare(model, (16, 3, 32, 32), None, 0.01)
 
 
+def test_convolutions_that_pytorch_computes_by_im2col():
+    """On every processor: in float64, dilated ones an image at a time, and a single small image in float32."""
+    _compare(nn.Conv2d(16, 24, 3, padding=1).double(), (4, 16, 16, 16), None, 0.02)
+    _compare(nn.Conv2d(16, 24, 3, padding=2, dilation=2).double(), (4, 16, 16, 16), None, 0.02)
+    _compare(nn.Conv2d(16, 24, 3, padding=1), (1, 16, 16, 16), None, 0.02)
+    _compare(nn.Conv3d(16, 24, 3, padding=1), (1, 16, 8, 8, 8), None, 0.02)
+
+
 def test_inference_takes_what_was_predicted():
     model, x = DenseNet(12, (6, 6)).eval(), torch.randn(16, 3, 32, 32)
 

@@ -36,8 +36,9 @@ ONEDNN_ROWS = 64
 ROWS_MULTIPLE = 16
 """The images into which the rows of a matrix are divided: PyTorch convolves fewer without oneDNN in a single thread."""
 
-SINGLE_VOLUME = 20480
-"""The most channels · depth · height of a single volume that PyTorch convolves without oneDNN if it is in one group."""
+SINGLE_IMAGE = 20480
+"""The most values of a single image, or channels · depth · height of a single volume, that PyTorch convolves without
+oneDNN if it is in one group."""
 
 
 def conv3x3(images: Tensor, weight: Tensor, dilation: int) -> Tensor:
@@ -145,7 +146,7 @@ def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
     they are not Intel's, and as long if they are."""
     return (
         matrix.dtype is torch.float32
-        and _has_avx512()
+        and has_avx512()
         and device_type(matrix) == "cpu"
         and len(matrix) % ROWS_MULTIPLE == 0
         and len(matrix) >= ONEDNN_ROWS
@@ -154,7 +155,7 @@ def _multiplies_by_onednn(matrix: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _has_avx512() -> bool:
+def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
@@ -190,7 +191,7 @@ def _by_im2col(images: Tensor, dilation: int) -> bool:
 def _has_gradients_by_products(grad_output: Tensor, images: Tensor, weight: Tensor) -> bool:
     columns_bytes = grad_output.numel() * weight[0, 0].numel() * images.itemsize
     is_float32_on_cpu = images.dtype is torch.float32 and device_type(images) == "cpu"
-    return is_float32_on_cpu and not _has_avx512() and columns_bytes <= COLUMNS_BYTES
+    return is_float32_on_cpu and not has_avx512() and columns_bytes <= COLUMNS_BYTES
 
 
 def _are_smaller_volumes(images: Tensor, weight: Tensor) -> bool:
@@ -205,7 +206,7 @@ def _is_convolved_in_groups(images: Tensor) -> bool:
     return (
         (images.dim(), len(images), images.dtype) == (5, 1, torch.float32)
         and device_type(images) == "cpu"
-        and images.shape[:4].numel() <= SINGLE_VOLUME
+        and images.shape[:4].numel() <= SINGLE_IMAGE
         and images.shape[1] % 2 == 0
         and torch.backends.mkldnn.is_available()
     )

@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._tensors import CHANNELS_LAST, formatted, memory_format_of
 from .._torch_private import memory_key, onednn_supports, run_cpu_implementation, run_parts
+from ..kernels.convolution import SINGLE_IMAGE, has_avx512
 
 CUDA_ALLOCATION = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
 
-ONEDNN_BLOCK = 16
+ONEDNN_BLOCK = 16 if has_avx512() else 8
 """oneDNN may reorder a convolution's operands into blocks of so many channels."""
 
 _aten = torch.ops.aten
@@ -168,13 +169,18 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
     """The bytes of a convolution's workspace: its operands in oneDNN's memory format, or the columns of im2col."""
     grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
     _, in_channels, *kernel_size = weight.shape
-    taps = math.prod(kernel_size)
+    taps, is_dilated = math.prod(kernel_size), max(args[5 + is_backward]) > 1
+    columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
     if _by_im2col(images, weight):
-        columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
-        return 0 if taps == 1 and weight.dim() < 5 else columns
+        return 0 if taps == 1 and weight.dim() < 5 else columns // (len(images) if is_dilated else 1)
     blocked = _in_blocks(images) + _in_blocks(grad_output)
     if not is_backward:
         return blocked + weight.nbytes
+    if not has_avx512() and taps > 1 and (is_dilated or images.dim() == 5):
+        # By oneDNN's own im2col: each thread has the columns of an image, or of a slice of a volume, and four sums of
+        # grad_weight.
+        columns //= len(images) * (images.shape[2] if images.dim() == 5 else 1)
+        return max(torch.get_num_threads() * (columns + 4 * weight.nbytes), images.nbytes, grad_output.nbytes)
     if weight.itemsize > 2:  # grad_weight is converted when the copies in blocks are free again
         return max(blocked, weight.nbytes)
     # In half precision, one after another: each thread's sums of grad_weight, and its grad_input of an image, both in
@@ -190,10 +196,14 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
 
 
 def _by_im2col(images: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch convolves by im2col: without oneDNN, and few images by a single thread with a 1×1 weight."""
+    """Whether PyTorch convolves by im2col: without oneDNN, and in float32 one small image, and few images by a single
+    thread with a 1×1 weight."""
+    if not onednn_supports(weight.dtype):
+        return True
+    is_small = images.shape[:4].numel() <= SINGLE_IMAGE and len(images) == 1 and min(weight.shape[2:]) <= 3
     is_pointwise = weight[0, 0].numel() == 1
-    return not onednn_supports(weight.dtype) or (
-        is_pointwise and len(images) < 16 and torch.get_num_threads() == 1 and weight.dtype is torch.float32
+    return weight.dtype is torch.float32 and (
+        is_small or (is_pointwise and len(images) < 16 and torch.get_num_threads() == 1)
     )
 
 
