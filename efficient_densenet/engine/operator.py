@@ -13,7 +13,7 @@ specification.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,22 @@ def implement(name: str, dispatch_key: str = "CompositeExplicitAutograd") -> Cal
         return torch.library.impl(LIBRARY, name, dispatch_key)(skipped_by_compilers(function))
 
     return register
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward computes with.
+
+    Attributes:
+        grad_outputs: the gradients of the outputs; None for those that are not in the loss.
+        shape: (N, *spatial) of x.
+        saved: what the forward has saved.
+        needs_grad: whether the gradients of x and of each parameter are needed.
+    """
+
+    grad_outputs: Sequence[Tensor | None]
+    shape: torch.Size
+    saved: Any
+    needs_grad: Sequence[bool]
 
 
 class Operator:
@@ -75,21 +91,13 @@ class Operator:
         """What the backward reads; `computed` are the results of `compute` without the outputs."""
         raise NotImplementedError
 
-    def gradients(
-        self,
-        spec: Any,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: Any,
-        needs_grad: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
-        """The gradients of x and of each parameter, of which some are needed; x is (N, channels, *spatial) of
-        `shape`, (N, *spatial)."""
+    def gradients(self, spec: Any, inputs: BackwardInputs) -> Sequence[Tensor | None]:
+        """The gradients of x and of each parameter, of which some are needed."""
         raise NotImplementedError
 
-    def needed(self, spec: Any, grad_outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]) -> Sequence[bool]:
+    def needed(self, spec: Any, inputs: BackwardInputs) -> Sequence[bool]:
         """Which gradients are needed, of those that autograd asks for: some outputs may have no gradient."""
-        return needs_grad
+        return inputs.needs_grad
 
     def input_values(self, spec: Any, shape: torch.Size, saved: Any) -> Tensor:
         """The values of x."""
@@ -128,8 +136,8 @@ class Operator:
 
     def backward_implementation(self, grad_outputs: Any, shape: Any, *arguments: Any) -> list[Tensor]:
         *saved, needs_grad, text = arguments
-        settings = grad_outputs, torch.Size(shape), self.saved_type(*saved), needs_grad
-        return self._run_backward(self.decode(text), *settings)
+        inputs = BackwardInputs(grad_outputs, torch.Size(shape), self.saved_type(*saved), needs_grad)
+        return self._run_backward(self.decode(text), inputs)
 
     def _fake_forward(self, *arguments: Any) -> list[Tensor]:
         return self.fake_results(*self._decoded(*arguments))
@@ -165,18 +173,12 @@ class Operator:
                 return self._run_forward(spec, inputs)
             return getattr(torch.ops.efficient_densenet, self.name).default(*inputs, spec.encoded)
 
-    def backward(
-        self,
-        spec: Any,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: Any,
-        needs_grad: Sequence[bool],
-    ) -> list[Tensor | None]:
+    def backward(self, spec: Any, inputs: BackwardInputs) -> list[Tensor | None]:
         """The gradients of x and of each parameter, None where a gradient is not needed."""
-        needs_grad = self.needed(spec, grad_outputs, needs_grad)
+        inputs = inputs._replace(needs_grad=self.needed(spec, inputs))
+        grad_outputs, shape, saved, needs_grad = inputs
         if are_ordinary(*grad_outputs, saved[0], *saved.parameters):
-            grads = iter(self._run_backward(spec, grad_outputs, shape, saved, needs_grad))
+            grads = iter(self._run_backward(spec, inputs))
         else:
             operator = getattr(torch.ops.efficient_densenet, f"{self.name}_backward").default
             grads = iter(operator(grad_outputs, shape, *saved, needs_grad, spec.encoded))
@@ -185,18 +187,11 @@ class Operator:
     def _run_forward(self, spec: Any, inputs: Any) -> list[Tensor]:
         return self._run(spec, inputs.x, (), _flat(inputs), lambda: self.compute(spec, inputs))
 
-    def _run_backward(
-        self,
-        spec: Any,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: Any,
-        needs_grad: Sequence[bool],
-    ) -> list[Tensor]:
+    def _run_backward(self, spec: Any, inputs: BackwardInputs) -> list[Tensor]:
         """The gradients that are needed, contiguous and in the dtype of the parameters."""
-        arguments = spec, grad_outputs, shape, saved, needs_grad
+        grad_outputs, shape, saved, needs_grad = inputs
         tensors = [*grad_outputs, *_flat(saved)]
-        return self._run(spec, saved[0], (*needs_grad, shape), tensors, lambda: self._needed_gradients(*arguments))
+        return self._run(spec, saved[0], (*needs_grad, shape), tensors, lambda: self._needed_gradients(spec, inputs))
 
     def _run(
         self,
@@ -217,21 +212,15 @@ class Operator:
                 return compute()
             return programs.run(compute, (self.name, spec, kernels, *settings), tensors)
 
-    def _needed_gradients(
-        self,
-        spec: Any,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: Any,
-        needs_grad: Sequence[bool],
-    ) -> list[Tensor]:
-        grad_input, *grads = self.gradients(spec, grad_outputs, shape, saved, needs_grad)
+    def _needed_gradients(self, spec: Any, inputs: BackwardInputs) -> list[Tensor]:
+        grad_input, *grads = self.gradients(spec, inputs)
+        needs_grad_input, *needs_grads = inputs.needs_grad
         needed = [
             as_dtype(grad, parameter.dtype).contiguous()
-            for grad, parameter, needed in zip(grads, saved.parameters, needs_grad[1:], strict=True)
+            for grad, parameter, needed in zip(grads, inputs.saved.parameters, needs_grads, strict=True)
             if needed and grad is not None
         ]
-        return [grad_input, *needed] if needs_grad[0] and grad_input is not None else needed
+        return [grad_input, *needed] if needs_grad_input and grad_input is not None else needed
 
 
 def run_operator(operator: Operator, spec: Any, inputs: Any) -> list[Tensor]:
@@ -279,7 +268,7 @@ class EngineNode(torch.autograd.Function):
                 function, inputs = partial(operator.plain, spec, saved), [x, *saved.parameters]
                 grads = _differentiable_gradients(function, inputs, grad_outputs)
         else:
-            grads = operator.backward(spec, grad_outputs, ctx.shape, saved, ctx.needs_input_grad[4:])
+            grads = operator.backward(spec, BackwardInputs(grad_outputs, ctx.shape, saved, ctx.needs_input_grad[4:]))
         return None, None, None, None, *grads
 
 

@@ -117,14 +117,16 @@ class Gradients(NamedTuple):
     norm_input: Tensor | None = None
 
 
-class StatisticsOutput:
-    """The matrix (3, channels) in which a kernel writes its output's statistics: mean, biased variance and, from
-    `eps`, 1 / sqrt(var + eps). `rows` are views of its rows. With `candidates.COMBINED_BYTES`, it must be zero before.
-    """
+class StatisticsOutput(NamedTuple):
+    """Where a kernel writes its output's statistics, (3, channels): mean, biased variance and, from `eps`,
+    1 / sqrt(var + eps). With `candidates.COMBINED_BYTES`, it must be zero before."""
 
-    def __init__(self, matrix: Tensor, eps: float, rows: Sequence[Tensor] | None = None) -> None:
-        self.matrix, self.eps = matrix, eps
-        self.rows: Sequence[Tensor] = matrix.unbind() if rows is None else rows
+    matrix: Tensor
+    eps: float
+
+    @property
+    def rows(self) -> Sequence[Tensor]:
+        return self.matrix.unbind()
 
 
 class Conv1x1(NamedTuple):

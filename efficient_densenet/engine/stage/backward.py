@@ -6,8 +6,6 @@ channel's G becomes the gradient of the features, D + r · (G − mean(G) − x�
 eps), and with D the gradient of the block's output.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -16,36 +14,36 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
 from ...kernels.portable import to_pixel_matrix, to_spatial
+from ..operator import BackwardInputs
 from .forward import conv1x1
-from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
 from .weights import converted_weights
 
 
 class Backward:
-    """One backward of a stage. `needs_grad` is for the stage's input, then for each of its parameters."""
+    """One backward of a stage."""
 
-    def __init__(self, spec: StageSpec, shape: torch.Size, saved: SavedStage, needs_grad: Sequence[bool]) -> None:
-        self.spec, self.shape, self.saved, self.features = spec, shape, saved, saved.features
+    def __init__(self, spec: StageSpec, inputs: BackwardInputs) -> None:
+        saved: SavedStage = inputs.saved
+        self.spec, self.shape, self.saved, self.features = spec, inputs.shape, saved, saved.features
+        self.grad_consumer = None if spec.consumer is None else inputs.grad_outputs[0]
+        self.grad_block = inputs.grad_outputs[-1] if spec.returns_features else None
         self.kernels = kernels_for(self.features, spec.activations)
-        features = saved.features, saved.statistics, saved.count
-        self.statistics = BackwardStatistics(spec, *features, norm_convs(saved.parameters))
+        self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count)
         self.tensors = norm_convs(converted_weights(saved.parameters, spec.torch_dtype, self.kernels))
-        self.needs_grad_input, *self.needs_grad = needs_grad
+        self.needs_grad_input, *self.needs_grad = inputs.needs_grad
         self.needs_grads = norm_convs(self.needs_grad)
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
 
-    def run(self, grad_consumer: Tensor | None, grad_block: Tensor | None) -> list[Tensor | None]:
-        """The gradients of the stage's input and of its parameters, from those of the consumer's output and of the
-        block's output, each of which may be None."""
-        self.grad_block = grad_block
+    def run(self) -> list[Tensor | None]:
+        """The gradients of the stage's input and of its parameters."""
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
-        if grad_consumer is None:  # the loss depends on the block's output alone, and nothing overwrites grad_accum
+        if self.grad_consumer is None:  # the loss depends on the block's output alone: nothing overwrites grad_accum
             self.grad_accum.zero_()
-        if self.spec.consumer is not None and grad_consumer is not None:
-            self._consumer(self.spec.consumer, grad_consumer)
-        self.grad_segments = self.spec.segments(self.grad_accum)
+        if self.spec.consumer is not None and self.grad_consumer is not None:
+            self._consumer(self.spec.consumer, self.grad_consumer)
         for i in reversed(range(len(self.spec.layers))):
             if self._no_grad_needed_through(i):
                 break
@@ -58,9 +56,9 @@ class Backward:
 
     def _accumulator(self, number: int, overwrite: bool = False) -> GradAccumulator:
         """Where the consumer after norm `number`, a norm of the features, accumulates."""
-        grad_accum = columns_of(self.grad_accum, self.spec.feature_columns[number])
-        sums = self.statistics.sums_of_features(number)
-        return GradAccumulator(grad_accum, overwrite, self.needs_grads[number].conv_weight, sums)
+        grad_accum = self.grad_accum[:, self.spec.norms[number].features]
+        needs_grad_weight = self.needs_grads[number].conv_weight
+        return GradAccumulator(grad_accum, overwrite, needs_grad_weight, self.statistics.sums(number))
 
     def _grad_output(self, i: int) -> Tensor:
         """The gradient of layer i's output, in the dtype of the convolutions."""
@@ -71,15 +69,15 @@ class Backward:
 
         With `may_overwrite` the result may be a view of grad_accum.
         """
-        grad_accum = self.grad_segments[segment]
+        grad_accum = self.grad_accum[:, self.spec.segment_columns(segment)]
         if self.spec.frozen:
             grad_input = grad_accum.contiguous()
         else:
-            backward = self.statistics.grad_input(segment, grad_accum)
+            backward = self.statistics.grad_features(segment, grad_accum)
             grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite)
         if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
-            to_spatial(grad_input, self.shape).add_(columns_of(self.grad_block, columns))
+            to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns])
         return grad_input
 
     def _layer(self, i: int, grad_output: Tensor) -> None:
@@ -103,8 +101,7 @@ class Backward:
 
     def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
-        tensors = self.tensors[number]
-        return self.statistics.input(number, self.statistics.norm(number, tensors), activation)
+        return self.statistics.input(number, self.tensors[number], activation)
 
     def _bottleneck(self, i: int) -> Conv1x1:
         """Layer i's 1×1 convolution. Its output is saved, or was computed in the backward of layer i + 1, or is
@@ -133,9 +130,8 @@ class Backward:
 
     def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm between."""
-        norm = self.statistics.own_norm(number)
+        norm, sums = self.statistics.norm(number, self.tensors[number]), self.statistics.sums(number)
         grad_accum = torch.empty_like(output, memory_format=torch.contiguous_format)
-        sums = None if norm.frozen else self.statistics.own_sums(number)
         needs_grad_weight = self.needs_grads[number].conv_weight
         only_consumer = not norm.frozen and self.spec.sync_group is None
         accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, only_consumer)
@@ -149,7 +145,7 @@ class Backward:
             return BatchNormBackward(output, grad_accum)
         if grads.norm_input is not None:
             return BatchNormBackward(grads.norm_input, grads.norm_input)
-        return self.statistics.own_grad_input(number, output, grad_accum)
+        return self.statistics.grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
         number = self.spec.consumer_norm

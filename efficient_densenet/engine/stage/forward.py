@@ -11,7 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, columns_of, norm_convs
+from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
 from .weights import converted_weights
 
@@ -76,32 +76,28 @@ class Forward:
         if self.block_output is not None and (segment > 0 or not self.spec.new_features_only):
             output = values if bias is None else values + bias
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
-            columns_of(self.block_output, columns).copy_(to_spatial(output, self.shape))
+            self.block_output[:, columns].copy_(to_spatial(output, self.shape))
 
-    def _norm(self, number: int, activation: ActivationSpec) -> AffineInput:
+    def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
-        tensors = self.tensors[number]
         if self.spec.frozen:
-            output = self.statistics.output(number, self.spec.eps)
-            norm = self.statistics.frozen_norm(tensors, output, self._running(number))
-        else:
-            norm = self.statistics.affine(number, tensors)
-        return self.statistics.input(number, norm, activation)
+            self.statistics.copy_running(number, self.spec.eps, self._running(number))
+        return self.statistics.input(number, self.tensors[number], activation)
 
     def _running(self, number: int) -> Sequence[Tensor]:
         """running_mean and running_var of a frozen norm."""
-        start = self.spec.running_positions[number]
+        start = self.spec.running_position(number)
         return self.inputs.running_statistics[start : start + 2]
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
         """A layer's output, its statistics if a kernel has computed them, and the bias that `write` is to add to it."""
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
-        last, input = self.tensors[norms.stop - 1], self._norm(norms.start, layer.activation1)
+        last, input = self.tensors[norms.stop - 1], self._input(norms.start, layer.activation1)
         if layer.width:
             input = self._bottleneck(layer, norms.start, input)
         arguments = input, self._weight(last), self.shape, layer.dilation
         if not self.spec.frozen and not layer.drop_rate:
-            statistics = self.statistics.segment_output(i + 1)
+            statistics = self.statistics.output(self.spec.segment_columns(i + 1), self.spec.eps)
             output = self.kernels.conv3x3_forward(*arguments, statistics)
             return output, statistics, last.conv_bias
         output = self.kernels.conv3x3_forward(*arguments)
@@ -121,18 +117,18 @@ class Forward:
         conv = conv1x1(input, self._weight(first).flatten(1))
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
-        output = self.statistics.output(number + 1, layer.norm2_eps)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
-            norm = self.statistics.frozen_norm(second, output, self._running(number + 1), first.conv_bias)
-            return AffineInput(conv.output, norm, layer.activation2)
-        self.kernels.conv1x1_forward(conv, output)
-        self.statistics.synchronize(output)
-        return AffineInput(conv.output, self.statistics.own_norm(second, output), layer.activation2)
+            self.statistics.copy_running(number + 1, layer.norm2_eps, self._running(number + 1), first.conv_bias)
+        else:
+            statistics = self.statistics.output(self.spec.norms[number + 1].columns, layer.norm2_eps)
+            self.kernels.conv1x1_forward(conv, statistics)
+            self.statistics.synchronize(statistics)
+        return AffineInput(conv.output, self.statistics.norm(number + 1, second), layer.activation2)
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape
-        input, tensors = self._norm(number, consumer.activation), self.tensors[number]
+        input, tensors = self._input(number, consumer.activation), self.tensors[number]
         if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:

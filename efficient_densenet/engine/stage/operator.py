@@ -10,7 +10,7 @@ from ..._tensors import accumulation_dtype
 from ...kernels import kernels_for
 from ...kernels.interface import MEAN, Kernels
 from ...kernels.portable import to_spatial
-from ..operator import EngineNode, Operator
+from ..operator import BackwardInputs, EngineNode, Operator
 from .backward import Backward
 from .forward import Forward, StageInputs
 from .second_order import plain_stage
@@ -43,26 +43,15 @@ class StageOperator(Operator):
         count = rest.pop(0) if spec.has_count else None
         return SavedStage(features, statistics, count, rest, inputs.dropout_masks, inputs.parameters)
 
-    def gradients(
-        self,
-        spec: StageSpec,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: SavedStage,
-        needs_grad: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
-        grads = list(grad_outputs)
-        grad_consumer = None if spec.consumer is None else grads.pop(0)
-        return Backward(spec, shape, saved, needs_grad).run(grad_consumer, grads.pop() if grads else None)
+    def gradients(self, spec: StageSpec, inputs: BackwardInputs) -> Sequence[Tensor | None]:
+        return Backward(spec, inputs).run()
 
-    def needed(
-        self, spec: StageSpec, grad_outputs: Sequence[Tensor | None], needs_grad: Sequence[bool]
-    ) -> Sequence[bool]:
+    def needed(self, spec: StageSpec, inputs: BackwardInputs) -> Sequence[bool]:
         """Parameters of a consumer whose output is not in the loss get no gradients."""
-        if spec.consumer is None or grad_outputs[0] is not None:
-            return needs_grad
+        if spec.consumer is None or inputs.grad_outputs[0] is not None:
+            return inputs.needs_grad
         start = 1 + spec.consumer_tensors.start
-        return [needed and i < start for i, needed in enumerate(needs_grad)]
+        return [needed and i < start for i, needed in enumerate(inputs.needs_grad)]
 
     def input_values(self, spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
         """From the features, whose first channels they are."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, device_type, memory_format_of
 from ...kernels.average_pooling import average_pool_dtype
-from ...norms.frozen import eps_of, num_channels, uses_running_statistics
+from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..operator import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, Place, activation_spec, place_of
@@ -62,13 +62,11 @@ class StagePlan:
         self.places: list[Place] = []
         running: list[Place] = []
         updates, bias = [], None
-        for (norm, conv), columns, frozen in zip(units, self.spec.norm_columns, self.spec.norms_frozen, strict=True):
+        for (norm, conv), (features, columns, frozen) in zip(units, self.spec.norms, strict=True):
             if frozen:
                 running += [place_of(norm, "running_mean"), place_of(norm, "running_var")]
-            elif columns is None:
-                updates.append(NormUpdate(norm, self.spec.order.slice(0, num_channels(norm))))
             else:
-                updates.append(NormUpdate(norm, columns, bias))
+                updates.append(NormUpdate(norm, columns, bias if features is None else None))
             self.places += [place_of(norm, "weight"), place_of(norm, "bias")]
             self.places += [_NO_TENSOR] * 2 if conv is None else [place_of(conv, "weight"), place_of(conv, "bias")]
             bias = len(self.places) - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
-from .spec import ConsumerSpec, NormConv, SavedStage, StageSpec, norm_convs
+from .spec import ConsumerSpec, SavedStage, StageSpec, norm_convs
 
 
 def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: Tensor | None) -> Tensor:
@@ -51,15 +51,14 @@ class _PlainStage:
         layer = self.spec.layers[i]
         number = self.spec.layer_norms[i].start
         tensors = self.tensors[number]
-        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
+        x = self._norm(x, number, self.spec.eps)
         if layer.width:
             x = layer.activation1.forward(x)
             x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
-            frozen = self.spec.norm_columns[number + 1] if layer.norm2_frozen else None
-            if frozen is not None and tensors.conv_bias is not None:  # the saved mean lacks this bias
+            if layer.norm2_frozen and tensors.conv_bias is not None:  # the saved mean lacks this bias
                 x = x - tensors.conv_bias.detach().to(x.dtype).view(-1, *[1] * (x.dim() - 2))
             tensors = self.tensors[number + 1]
-            x = self._norm(x, tensors, layer.norm2_eps, frozen)
+            x = self._norm(x, number + 1, layer.norm2_eps)
         x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
@@ -70,16 +69,17 @@ class _PlainStage:
     def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:
         number = self.spec.consumer_norm
         tensors = self.tensors[number]
-        x = self._norm(x, tensors, self.spec.eps, self.spec.norm_columns[number])
+        x = self._norm(x, number, self.spec.eps)
         if not consumer.has_conv:
             return x
         x = consumer.activation.forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
-    def _norm(self, x: Tensor, tensors: NormConv, eps: float, frozen: slice | None) -> Tensor:
-        """A norm with batch statistics, or a `frozen` one with the statistics in its columns."""
-        statistics = None if frozen is None else self.saved.statistics[:, frozen]
+    def _norm(self, x: Tensor, number: int, eps: float) -> Tensor:
+        """Norm `number`, with batch statistics or, if it is frozen, with its saved statistics."""
+        norm, tensors = self.spec.norms[number], self.tensors[number]
+        statistics = self.saved.statistics[:, norm.columns] if norm.frozen else None
         return plain_norm(x, tensors.norm_weight, tensors.norm_bias, eps, statistics)
 
     def _convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, dilation: int) -> Tensor:

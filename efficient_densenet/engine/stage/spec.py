@@ -58,9 +58,18 @@ class ChannelOrder(NamedTuple):
         return slice(start - self.first, stop - self.first)
 
 
-def columns_of(matrix: Tensor, columns: slice) -> Tensor:
-    """`matrix[:, columns]`, a view, in half the time."""
-    return matrix.narrow(1, columns.start, columns.stop - columns.start)
+class NormSpec(NamedTuple):
+    """A norm of a stage.
+
+    Attributes:
+        features: the columns of the features that it reads, or None for a norm inside a layer.
+        columns: its columns in the matrix of statistics: those of the features, unless it is frozen or inside a layer.
+        frozen: whether it uses its running statistics.
+    """
+
+    features: slice | None
+    columns: slice
+    frozen: bool
 
 
 class NormConv(NamedTuple):
@@ -91,16 +100,11 @@ class StageSpec:
         layers, consumer: the settings of the layers and of the consumer.
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
-        layer_norms: for each layer, the slice of its norms among all norms of the stage; the consumer's norm is last.
-        feature_columns: for each norm of the features, the columns that it reads; none for a norm inside a layer.
-        norm_columns: for each norm, its own columns in the matrix of statistics, None for a norm that shares
-            the columns of the features, which come first; a norm of the features has its own only if it is frozen.
-        norms_frozen, running_positions: whether each norm is frozen, and the position of a frozen norm's running
-            statistics among the operator's inputs.
+        norms: all norms, each layer's and then the consumer's.
+        layer_norms: for each layer, the slice of its norms.
+        num_columns: of the matrix of statistics. The features' come first, unless their norms are frozen: then each has
+            its own.
         activations: the names of the activations between a norm and a convolution.
-        own_positions: for each norm with columns of its own, their position in the list `written_columns`.
-        segment_widths, column_widths: how many columns of the features, and of the matrix of statistics, are written
-            together, in the order of the columns.
     """
 
     dtype: str
@@ -130,29 +134,17 @@ class StageSpec:
         self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
         self.has_count = self.sync_group is not None and self.updates
         self.num_columns = 0 if self.frozen else self.order.total
+        self.norms: list[NormSpec] = []
         self.layer_norms: list[slice] = []
-        self.feature_columns: list[slice] = []
-        self.norm_columns: list[slice | None] = []
-        self.running_positions: list[int] = []
-        self.norms_frozen: list[bool] = []
         for i, layer in enumerate(self.layers):
-            first = len(self.norm_columns)
+            first = len(self.norms)
             self._add_norm_of_features(self.channels_read(i))
             if layer.width:
-                self._add_norm(layer.width, layer.norm2_frozen, slice(0, 0))
-            self.layer_norms.append(slice(first, len(self.norm_columns)))
+                self._add_norm(None, layer.width, layer.norm2_frozen)
+            self.layer_norms.append(slice(first, len(self.norms)))
         if self.consumer is not None:
             self._add_norm_of_features(self.order.total)
-        self.num_tensors = len(NormConv._fields) * len(self.norm_columns)
         self.activations = sorted({each.name for each in self._activations()})
-        segments = [self.in_channels, *[self.growth_rate] * len(self.layers)]
-        self.segment_widths = segments[::-1] if self.newest_first else segments
-        self.column_widths = [] if self.frozen else list(self.segment_widths)
-        self.own_positions: dict[int, int] = {}
-        for norm, columns in enumerate(self.norm_columns):
-            if columns is not None:
-                self.own_positions[norm] = len(self.column_widths)
-                self.column_widths.append(columns.stop - columns.start)
 
     def __hash__(self) -> int:
         """Computed once, not while compilers trace: a specification is a part of the key of each eager run."""
@@ -169,14 +161,16 @@ class StageSpec:
             yield self.consumer.activation
 
     def _add_norm_of_features(self, channels: int) -> None:
-        self._add_norm(channels if self.frozen else 0, self.frozen, self.order.slice(0, channels))
+        features = self.order.slice(0, channels)
+        if self.frozen:
+            self._add_norm(features, channels, frozen=True)
+        else:
+            self.norms.append(NormSpec(features, features, False))
 
-    def _add_norm(self, own_columns: int, frozen: bool, feature_columns: slice) -> None:
-        start, self.num_columns = self.num_columns, self.num_columns + own_columns
-        self.norm_columns.append(slice(start, self.num_columns) if own_columns else None)
-        self.running_positions.append(2 * sum(self.norms_frozen))
-        self.norms_frozen.append(frozen)
-        self.feature_columns.append(feature_columns)
+    def _add_norm(self, features: slice | None, channels: int, frozen: bool) -> None:
+        """Add a norm with columns of its own."""
+        start, self.num_columns = self.num_columns, self.num_columns + channels
+        self.norms.append(NormSpec(features, slice(start, self.num_columns), frozen))
 
     def memory_format(self, x: Tensor) -> torch.memory_format:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
@@ -193,18 +187,9 @@ class StageSpec:
         input, segment i + 1 the output of layer i."""
         return (self.channels_read(segment - 1) if segment else 0), self.channels_read(segment)
 
-    def segments(self, features: Tensor) -> list[Tensor]:
-        """Views of the columns of each segment."""
-        views = list(features.split_with_sizes(self.segment_widths, 1))
-        return views[::-1] if self.newest_first else views
-
-    def written_columns(self, statistics: Tensor) -> list[Tensor]:
-        """Views of the columns that are written together in a matrix or vector of statistics: the columns of each
-        segment, unless the norms of the features are frozen, and the own columns of each norm."""
-        views = list(statistics.split_with_sizes(self.column_widths, -1))
-        if self.newest_first and not self.frozen:
-            views[: len(self.segment_widths)] = views[len(self.layers) :: -1]
-        return views
+    def segment_columns(self, segment: int) -> slice:
+        """The columns of a segment in the features, and in the matrix of statistics unless their norms are frozen."""
+        return self.order.slice(*self.channels_of(segment))
 
     def layer_tensors(self, i: int) -> slice:
         """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
@@ -213,16 +198,20 @@ class StageSpec:
     @property
     def consumer_norm(self) -> int:
         """The number of the consumer's norm; without a consumer, how many norms there are."""
-        return len(self.norm_columns) - (self.consumer is not None)
+        return len(self.norms) - (self.consumer is not None)
 
     @property
     def consumer_tensors(self) -> slice:
         """The slice of the stage's parameters that the consumer has."""
-        return _tensors(slice(self.consumer_norm, len(self.norm_columns)))
+        return _tensors(slice(self.consumer_norm, len(self.norms)))
 
     def bottleneck_position(self, i: int) -> int:
         """The position of layer i among the layers that keep their bottleneck."""
         return sum(1 for layer in self.layers[:i] if layer.keep_bottleneck)
+
+    def running_position(self, norm: int) -> int:
+        """The position of a frozen norm's running statistics among the operator's inputs."""
+        return 2 * sum(each.frozen for each in self.norms[:norm])
 
     def dropout_position(self, i: int) -> int:
         """The position of layer i among the layers with dropout."""

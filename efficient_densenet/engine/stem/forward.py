@@ -11,7 +11,7 @@ from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, Stati
 from ...kernels.row_tiles import slices
 from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
-from ..stage.synchronized import synchronize_statistics
+from ..stage.statistics import synchronize_statistics
 from .spec import StemSpec
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
 from ...kernels.interface import Kernels
-from ..operator import EngineNode, Operator
+from ..operator import BackwardInputs, EngineNode, Operator
 from ..stage.second_order import plain_norm
 from .backward import backward
 from .forward import Convolved, forward
@@ -57,16 +57,9 @@ class StemOperator(Operator):
         statistics, *count = computed
         return SavedStem(inputs.x, statistics, count[0] if count else None, inputs.parameters)
 
-    def gradients(
-        self,
-        spec: StemSpec,
-        grad_outputs: Sequence[Tensor | None],
-        shape: torch.Size,
-        saved: SavedStem,
-        needs_grad: Sequence[bool],
-    ) -> Sequence[Tensor | None]:
+    def gradients(self, spec: StemSpec, inputs: BackwardInputs) -> Sequence[Tensor | None]:
+        (grad_output,), _, saved, needs_grad = inputs
         norm_weight, norm_bias, weight, bias = saved.parameters
-        (grad_output,) = grad_outputs
         assert grad_output is not None  # or there would be no backward
         convolved = Convolved(spec, saved.x, weight, bias)
         norm = convolved.norm(norm_weight, norm_bias, saved.statistics)
