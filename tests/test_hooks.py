@@ -88,6 +88,19 @@ def test_hooks_of_all_types_and_their_removal(place):
     assert len(seen[0]) == len(names) * len(HOOK_TYPES)
 
 
+@pytest.mark.parametrize("hook_type", ["forward_hook", "forward_pre_hook"])
+def test_hooks_in_inference_mode_after_a_training_step(hook_type):
+    """A checkpoint has wrapped them, to see what they change. Tensors of inference mode do not tell."""
+    model, x = small_model("bc", efficient="checkpoint"), random_images("bc")
+    seen = []
+    norm = model.features.denseblock1.denselayer1.norm1
+    getattr(norm, f"register_{hook_type}")(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    model(x).sum().backward()
+    with torch.inference_mode():
+        model.eval()(x)
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("module_name", ["", "features", *BLOCKS, "features.norm5"])
 def test_hooks_may_replace_values(module_name):
     plain = small_model("bc", efficient=False)

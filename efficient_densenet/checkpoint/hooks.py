@@ -81,7 +81,8 @@ def _identity(tensor: Tensor) -> Tensor:
 
 
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
-    """Return the identities of all values of the module and the arguments, and the versions of the tensors."""
+    """Return the identities of all values of the module and the arguments, and the versions of the tensors, which those
+    of inference mode do not have."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *tree_leaves(args))
-    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor)]
+    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not v.is_inference()]
     return [id(value) for value in values], tensors
