@@ -200,6 +200,7 @@ def _convolutions3x3(
     case = Case(shape, channels, out_channels, dtype, device=device, padding=0)
     statistics = StatisticsOutput(torch.empty(3, out_channels, device=device), 1e-5)
     weight = case.weight3x3.contiguous(memory_format=torch.channels_last)
+    conv = case.conv3x3._replace(weight=weight)
     accumulator = case.accumulator(case.grad_accum)
     shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
     products, limits = conv1x1.product_precision(weight), tiles.device_limits(case.values.device)
@@ -210,15 +211,15 @@ def _convolutions3x3(
 
     def forward(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "forward_tile", return_value=tile):
-            return conv3x3.forward(case.input, weight, shape, 1, statistics)
+            return conv3x3.forward(conv, statistics)
 
     def grad_input(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "grad_input_tile", return_value=tile):
-            return conv3x3._grad_input(case.grad_output, case.input, weight, accumulator, shape, 1)
+            return conv3x3._grad_input(case.grad_output, conv, accumulator)
 
     def grad_weight(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "grad_weight_tile", return_value=tile):
-            return conv3x3._grad_weight(case.grad_output, case.input, shape, 1)
+            return conv3x3._grad_weight(case.grad_output, conv)
 
     yield Convolution(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)

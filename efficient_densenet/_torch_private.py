@@ -266,33 +266,17 @@ def process_group_named(name: str) -> torch.distributed.ProcessGroup:
     return _resolve_process_group(name)
 
 
-_AutoDispatchBelowAutograd = _private("_C._AutoDispatchBelowAutograd", SHARED)
+below_autograd = _private("_C._AutoDispatchBelowAutograd", SHARED)
+"""A context in which operators run their device's implementation, and autograd records nothing."""
 
+foreach_add_ = _private("_foreach_add_", SHARED)
+"""Adds a number to each tensor."""
 
-def below_autograd() -> AbstractContextManager:
-    """Return a context in which operators run their device's implementation, and autograd records nothing."""
-    return _AutoDispatchBelowAutograd()
+foreach_copy_ = _private("_foreach_copy_", SHARED)
+"""Copies each of the second list's tensors into the first one's, which may have other dtypes."""
 
-
-_foreach_add_, _foreach_copy_, _foreach_lerp_ = (
-    _private(f"_foreach_{name}_", SHARED) for name in ("add", "copy", "lerp")
-)
-
-
-def foreach_add_(tensors: list[Tensor], value: int) -> None:
-    """Add `value` to each tensor."""
-    _foreach_add_(tensors, value)
-
-
-def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its tensor, which may have another dtype."""
-    _foreach_copy_(tensors, sources)
-
-
-def foreach_lerp_(tensors: list[Tensor], ends: list[Tensor], weight: float | list[Tensor]) -> None:
-    """tensor += weight · (end − tensor) for each tensor and its end; a list has a weight for each tensor."""
-    _foreach_lerp_(tensors, ends, weight)
-
+foreach_lerp_ = _private("_foreach_lerp_", SHARED)
+"""tensor += weight · (end − tensor) for each tensor and its end; a list has a weight for each tensor."""
 
 _im2col_conv = _private("_C._nn.thnn_conv2d", IM2COL)
 _im2col_conv_backward = _private("ops.aten._slow_conv2d_backward.output_mask", IM2COL)

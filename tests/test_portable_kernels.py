@@ -160,9 +160,7 @@ def test_the_backward_of_a_norm_with_one_consumer(dtype, tolerance):
     for only_consumer in (False, True):
         accumulator = GradAccumulator(torch.empty_like(case.values), True, True, torch.zeros_like(case.sums))
         accumulator = accumulator._replace(only_consumer=only_consumer)
-        grads.append(
-            portable.conv3x3_backward(case.grad_output, case.input, case.weight3x3, accumulator, case.shape, 1)
-        )
+        grads.append(portable.conv3x3_backward(case.grad_output, case.conv3x3, accumulator))
         if not only_consumer:
             backward = case.values, accumulator.grad_accum, case.inv_std, case.mean, accumulator.sums, len(case.values)
             expected = portable.batch_norm_grad_input(BatchNormBackward(*backward))

@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels, make_efficient
+from efficient_densenet.engine import operator
 from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
-from efficient_densenet.engine.stage.operator import StageOperator
 from efficient_densenet.kernels import candidates
 from efficient_densenet.memory import tensor_peak
 
@@ -303,7 +303,7 @@ def test_each_part_of_the_key_matters():
         "eps": lambda: setattr(layer.norm2, "eps", 0.01),
         "strides": lambda: setattr(weight, "data", transposed),
         "alignment": lambda: setattr(weight, "data", misaligned),
-        "kernels": lambda: patch.setattr(StageOperator, "kernels", lambda *_: "another set"),
+        "kernels": lambda: patch.setattr(operator, "kernels_for", lambda *_: "another set"),
         "precision": lambda: patch.setattr(programs, "precision", lambda: "another"),
     }
     with pytest.MonkeyPatch.context() as patch:

@@ -94,6 +94,20 @@ def test_ties_in_the_pooling(dims, frozen, channels):
     assert_same_step(with_engine(plain, "shared"), plain, x)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_spreads_as_in_plain_through_a_frozen_norm(value):
+    plain, x = _plain(), _input(32, 32)
+    freeze_norms(plain)
+    x[1, 0, 3, 2] = value
+    gradients = []
+    for model in (plain, with_engine(plain, "shared")):
+        images = x.clone().requires_grad_()
+        model.features(images).sum().backward()
+        gradients.append([images.grad, model.features.conv0.weight.grad])
+    for expected, actual in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("size", "batch", "message"),
     [((1, 2), 1, "more than 1 value per channel"), ((6, 12), 3, "Kernel size can't be greater")],

@@ -201,11 +201,11 @@ def test_a_stage_s_weights_are_rounded_to_tf32_in_copies(monkeypatch):
 
 @pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
 def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
-    case, results = Case(shape, 20, 12), []
+    case, results = Case(shape, 20, 12, dilation=dilation), []
     for stepped in (False, True):
         tile = {**conv3x3.grad_weight_tile(12, tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
         monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, *_: tile, tile))
-        results.append(conv3x3._grad_weight(case.grad_output, case.input, case.shape, dilation))
+        results.append(conv3x3._grad_weight(case.grad_output, case.conv3x3))
     assert torch.equal(*results)
 
 

@@ -244,12 +244,6 @@ def leaf_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from leaf_modules(child)
 
 
-def is_composed(module: nn.Module) -> bool:
-    """Whether `module` computes something with a convolution and other modules."""
-    leaves = list(leaf_modules(module))
-    return len(leaves) > 1 and any(isinstance(leaf, _ConvNd) for leaf in leaves)
-
-
 def is_dense_layer(module: nn.Module) -> bool:
     """Whether `module` may be a dense layer, by the modules inside."""
     if not has_forward(module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_private import memory_key
+from ..memory.peaks import saved_bytes
 from .errors import NotRunError, VerificationError
 from .sample import IMAGES, dimensions
 from .trial import MAIN_MODES, Forward, Result, Trial
@@ -102,25 +102,12 @@ def saved_values_per_pixel(trial: Trial, forward: Forward) -> int:
         with trial.prepared(MAIN_MODES[1]):
             x = trial.input(MAIN_MODES[1], trial.sample._replace(size=size))
             try:
-                saved.append(_saved_values(forward, x))
+                saved.append(saved_bytes(lambda x=x: forward(x)) / x.itemsize)
             except Exception:
                 return 0
     for _ in range(dims):
         saved = [after - before for before, after in pairwise(saved)]
     return round(saved[0] / (math.factorial(dims) * _STEP**dims * IMAGES))
-
-
-def _saved_values(forward: Forward, x: Tensor) -> float:
-    """The values that `forward` saves for backward. A storage that holds several tensors counts once."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages[memory_key(tensor)] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward(x)
-    return sum(storage.nbytes() for storage in storages.values()) / x.itemsize
 
 
 _SMALLEST, _STEP = 4, 2

@@ -8,9 +8,9 @@ to save, and every engine runs the plain modules too, unless the shared engine's
 import contextlib
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
 from . import layerwise, saving, stem
 from .changed_modules import must_be_called
-from .layerwise import RunFirstHalf
-from .parts import is_engine_block
+from .parts import EngineBlock, is_engine_block
 from .read import USUAL, Kept, StageRequest, read_sizes, read_stage, read_stem
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StagePlan
@@ -39,33 +38,6 @@ class Engine(str, Enum):
     OFFICIAL = "official"
     CHECKPOINT = "checkpoint"
     SHARED = "shared"
-
-
-class EngineBlock(Protocol):
-    """The attributes of a dense block that this module uses. The models' `DenseBlock` and adapt's `ConvertedBlock`
-    have them."""
-
-    @property
-    def engine(self) -> Engine | None:
-        """The requested engine; None leaves the choice to `choose`."""
-        ...
-
-    @property
-    def can_join_stage(self) -> bool:
-        """Whether an engine may run the block without calling it."""
-        ...
-
-    def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
-        """The block's output computed layer by layer, the first half of each by `run_first_half`."""
-        ...
-
-    def why_not_recompute(self) -> str | None:
-        """Why no engine but plain may run the block, or None."""
-        ...
-
-    def keep_bottlenecks(self, layers: Collection[int]) -> None:
-        """Let the shared engine save the bottlenecks of these layers for the backward, and recompute the others'."""
-        ...
 
 
 class BlockPlan(NamedTuple):
@@ -104,14 +76,8 @@ def describe(engine: Engine | None) -> str:
     return engine.value if engine else "best"
 
 
-def as_engine_block(block: Any) -> EngineBlock:
-    """`block` itself, for a type checker: no type is both a module and a protocol."""
-    return block
-
-
-def engine_blocks(model: nn.Module) -> list[tuple[str, Any]]:
-    """The dense blocks of this package in a model, and the converted ones, with their names: each an `EngineBlock` and
-    a module."""
+def engine_blocks(model: nn.Module) -> list[tuple[str, EngineBlock]]:
+    """The dense blocks of this package in a model, and the converted ones, with their names."""
     return [(name, module) for name, module in model.named_modules() if is_engine_block(module)]
 
 
@@ -124,14 +90,14 @@ def may_run_engines(module: nn.Module, x: Tensor) -> bool:
 
 
 def plan_block(
-    block: nn.Module, x: Tensor, consumer: nn.Module | None = None, request: StageRequest = USUAL
+    block: EngineBlock, x: Tensor, consumer: nn.Module | None = None, request: StageRequest = USUAL
 ) -> BlockPlan:
     """How to run `block` on `x` now, together with `consumer` where the shared engine can."""
     if _is_tracing(block, x) or _is_left_alone(x, block):
         return BlockPlan(Engine.PLAIN)
     if not _needs_grad(x, block):
         return _plan_without_gradients(block, x, consumer, request)
-    engine = as_engine_block(block).engine
+    engine = block.engine
     if engine is None:
         return _best_plan(block, x, consumer, request)
     if torch.compiler.is_compiling():
@@ -144,7 +110,7 @@ def plan_block(
     return plan
 
 
-def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
+def describe_plan(block: EngineBlock, x: Tensor, compiled: bool = False) -> str:
     """The engine that trains `block` on `x`, such as "checkpoint" or "shared (Numba)", for a report.
 
     `x` may be any tensor of the block's input's shape, dtype and device; `compiled` is for a model in torch.compile.
@@ -154,14 +120,14 @@ def describe_plan(block: nn.Module, x: Tensor, compiled: bool = False) -> str:
     return f"{engine.value} ({kernels.kernel_set_name(x)})" if engine is Engine.SHARED else engine.value
 
 
-def run_block(block: nn.Module, x: Tensor, plan: BlockPlan) -> Tensor:
+def run_block(block: EngineBlock, x: Tensor, plan: BlockPlan) -> Tensor:
     """The output of a dense block."""
     if plan.stage is not None:
         return plan.stage.run(x)[0]
-    return as_engine_block(block).run_layers(x, RUN_FIRST_HALF[plan.engine])
+    return block.run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def join(block: nn.Module, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
+def join(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
     """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
     if must_be_called(block) and not can_run_inside(block, x):
         return None
@@ -181,13 +147,13 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[
         return {}
     if not (x.requires_grad and torch.is_grad_enabled()):  # else the first stage has all gradients, and so the peak
         return {}
-    if not all(is_engine_block(block) and as_engine_block(block).engine is None for block in blocks):
+    if not all(is_engine_block(block) and block.engine is None for block in blocks):
         return {}
     sizes, kept = zip(*(read_sizes(*each, x) for each in zip(blocks, consumers, strict=True)), strict=True)
     return dict(zip(blocks, zip(saving.num_saved(sizes, x), kept, strict=True), strict=True))
 
 
-def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The output of `consumer` on the output of `block`, and the output of `block`."""
     stage = join(block, consumer, x, StageRequest(FORMATS_OF_X, return_features=True))
     if stage is not None:
@@ -197,12 +163,12 @@ def run_stage_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) ->
     return consumer(features), features
 
 
-def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> Tensor | None:
+def run_stem(modules: Sequence[nn.Module], block: EngineBlock, x: Tensor) -> Tensor | None:
     """The output of the first four of `modules` as one node.
 
     None where these modules are no stem that can run as one node, or where another engine must run `block` after them.
     """
-    if not may_run_engines(block, x) or as_engine_block(block).engine not in (None, Engine.SHARED):
+    if not may_run_engines(block, x) or block.engine not in (None, Engine.SHARED):
         return None
     plan = read_stem(modules, x)
     if plan is None or not _needs_grad(x, *modules[:4]):
@@ -222,15 +188,15 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
     return None if isinstance(plan, str) else plan.run(x)[0]
 
 
-def why_not(engine: Engine, block: nn.Module, x: Tensor) -> str | None:
+def why_not(engine: Engine, block: EngineBlock, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
     return _plan_by(engine, block, x, None, USUAL)[1]
 
 
 def _plan_without_gradients(
-    block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest
+    block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest
 ) -> BlockPlan:
-    if as_engine_block(block).engine in (None, Engine.SHARED) and _has_faster_forward(x):
+    if block.engine in (None, Engine.SHARED) and _has_faster_forward(x):
         plan, _ = _plan_by(Engine.SHARED, block, x, consumer, request._replace(num_saved=None))
         if plan is not None:
             return plan
@@ -255,13 +221,13 @@ def _compiled_engine(engine: Engine) -> Engine:
     return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
-def _best_plan(block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest) -> BlockPlan:
+def _best_plan(block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest) -> BlockPlan:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
     plan, reason = _plan_by(best, block, x, consumer, request)
     if plan is not None:
         return BlockPlan(Engine.PLAIN) if _is_faster_plain(cast(StagePlan, plan.stage), x) else plan
     if torch.compiler.is_compiling():
-        may_recompute = as_engine_block(block).why_not_recompute() is None
+        may_recompute = block.why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
     plan = next(
         plan for plan, _ in (_plan_by(engine, block, x, consumer, request) for engine in others) if plan is not None
@@ -282,7 +248,7 @@ def _is_faster_plain(stage: StagePlan, x: Tensor) -> bool:
 
 
 def _plan_by(
-    engine: Engine, block: nn.Module, x: Tensor, consumer: nn.Module | None, request: StageRequest
+    engine: Engine, block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest
 ) -> tuple[BlockPlan | None, str | None]:
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
@@ -293,7 +259,7 @@ def _plan_by(
     if engine is Engine.SHARED:
         stage = read_stage(block, consumer, x, request)
         return (None, stage) if isinstance(stage, str) else (BlockPlan(engine, stage), None)
-    reason = as_engine_block(block).why_not_recompute() or layerwise.why_not_recompute(block)
+    reason = block.why_not_recompute() or layerwise.why_not_recompute(block)
     return (BlockPlan(engine), None) if reason is None else (None, reason)
 
 
@@ -330,7 +296,7 @@ def _why_not_ordinary_autograd(x: Tensor) -> str | None:
     return None
 
 
-def _is_tracing(block: nn.Module, x: Tensor) -> bool:
+def _is_tracing(block: EngineBlock, x: Tensor) -> bool:
     return isinstance(x, Proxy) or is_exporting(block.training)
 
 

@@ -16,6 +16,7 @@ from torch.fx import Proxy
 from .._tensors import formatted, memory_format_of
 from . import choose
 from .changed_modules import must_be_called
+from .parts import EngineBlock
 from .read import Kept, StageRequest
 from .stage.run import StageFormats
 
@@ -67,9 +68,9 @@ class _Walk:
 
     def is_at_stage(self) -> bool:
         """Whether the next module is a block that may run with the module after it."""
-        _, module = self.modules[self.position]
+        module: EngineBlock = self.modules[self.position][1]
         has_consumer = self.position + 1 < len(self.modules) and isinstance(self.x, (Tensor, Proxy))
-        return has_consumer and self.is_block(module) and choose.as_engine_block(module).can_join_stage
+        return has_consumer and self.is_block(module) and module.can_join_stage
 
     def run_stage(self) -> None:
         """Run a block with its consumer. The consumer's output is computed in channels_last, and keeps this format if

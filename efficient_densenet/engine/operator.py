@@ -21,7 +21,7 @@ from torch import Tensor
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
 from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
-from ..kernels.interface import Kernels
+from ..kernels import kernels_for
 from .recording import programs
 
 LIBRARY = torch.library.Library("efficient_densenet", "FRAGMENT")
@@ -60,28 +60,23 @@ class Operator:
 
     A subclass defines the computation. Its inputs are a named tuple of x, the parameters and further tensors without
     gradients; `saved` is a named tuple of what the backward reads, the parameters last. A field is a tensor or a
-    list of tensors. A specification has the attributes `encoded`, `num_outputs` and `has_count`.
+    list of tensors. A specification has the attributes `encoded`, `activations`, `num_outputs`
+    and `has_count`.
 
     Attributes:
+        decode: returns the specification whose `encoded` is a string.
         inputs_schema, saved_schema: the schema of the fields but x and the parameters, each ending with a comma.
         inputs_type, saved_type: the classes of the named tuples.
         node: a subclass of `EngineNode`, whose name autograd shows.
     """
 
     name: str
+    decode: Callable[[str], Any]
     inputs_schema: str
     saved_schema: str
     inputs_type: Any
     saved_type: Any
     node: "type[EngineNode]"
-
-    def decode(self, text: str) -> Any:
-        """The specification whose `encoded` is `text`."""
-        raise NotImplementedError
-
-    def kernels(self, spec: Any, x: Tensor) -> Kernels:
-        """The kernels for x."""
-        raise NotImplementedError
 
     def compute(self, spec: Any, inputs: Any) -> list[Tensor]:
         """The outputs, then the other tensors that are computed for the backward."""
@@ -207,7 +202,7 @@ class Operator:
         A stage that communicates is never recorded.
         """
         with autocast_disabled(values):
-            kernels = self.kernels(spec, values)
+            kernels = kernels_for(values, spec.activations)
             if spec.sync_group is not None:
                 return compute()
             return programs.run(compute, (self.name, spec, kernels, *settings), tensors)

@@ -176,8 +176,19 @@ def parts_of(block: nn.Module) -> BlockParts:
     return reader(block)
 
 
+EngineBlock: TypeAlias = Any
+"""A module that engines run, the models' `DenseBlock` or adapt's `ConvertedBlock`. Both have
+
+- `engine`: the requested engine; None leaves the choice to `choose`;
+- `can_join_stage`: whether an engine may run the block without calling it;
+- `run_layers(x, run_first_half)`: the output, layer by layer, the first half of each by `run_first_half`;
+- `why_not_recompute()`: why no engine but plain may run the block, or None;
+- `keep_bottlenecks(layers)`: lets the shared engine save the bottlenecks of these layers, and recompute the others'.
+"""
+
+
 def is_engine_block(module: nn.Module) -> bool:
-    """Whether engines run `module`, a dense block of this package or a converted one."""
+    """Whether `module` is an `EngineBlock`."""
     return hasattr(module, "keep_bottlenecks")
 
 

@@ -18,6 +18,7 @@ from .interface import (
     Conv1x1,
     GradAccumulator,
     Gradients,
+    ImageConv,
     StatisticsOutput,
 )
 from .max_pooling import MaxPool
@@ -162,10 +163,13 @@ class Case(_Arguments):
 
         return self.with_statistics(function, len(self.weight1x1))
 
-    def conv3x3_with_statistics(self, kernels: Any) -> Results:
-        arguments = self.input, self.weight3x3, self.shape, self.dilation
-        function = functools.partial(kernels.conv3x3_forward, *arguments)
-        return self.with_statistics(function, len(self.weight3x3))
+    @property
+    def conv3x3(self) -> ImageConv:
+        return ImageConv(self.input, self.weight3x3, self.shape, self.dilation)
+
+    @property
+    def pooled_conv1x1(self) -> ImageConv:
+        return ImageConv(self.input, self.pooled_weight, self.shape)
 
     def values_less_mean(self, kernels: Any) -> Tensor:
         """The values without a mean, written into columns of a wider matrix."""
@@ -187,14 +191,15 @@ class Case(_Arguments):
         grads = kernels.conv1x1_backward(grad_output, self.input, self.weight1x1, accumulator, conv)
         return *self.results(grads, accumulator), output
 
-    def backward(self, function: Callable[..., Gradients], grad_output: Any, *rest: Any) -> Results:
+    def backward(self, function: Callable[..., Gradients], *arguments: Any) -> Results:
         """The tensors that a backward kernel returns and writes; grad_accum is a slice of a wider buffer's channels."""
         channels = self.grad_accum.shape[1]
         buffer = self.grad_accum.new_zeros(len(self.grad_accum), channels + self.padding)
         accumulator = self.accumulator(buffer[:, :channels].copy_(self.grad_accum), self.overwrite)
-        grads = function(grad_output, self.input, *rest[:1], accumulator, *rest[1:])
+        grads = function(*arguments, accumulator)
         assert not buffer[:, channels:].any()
-        assert (grads.conv_weight is not None) == (bool(rest) and self.needs_grad_weight)
+        has_weight = not isinstance(arguments[-1], AffineInput)
+        assert (grads.conv_weight is not None) == (has_weight and self.needs_grad_weight)
         return self.results(grads, accumulator)
 
 
@@ -204,18 +209,20 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     ),
     "center": lambda k, c: [c.values_less_mean(k)],
     "affine_forward": lambda k, c: [k.affine_forward(c.input)],
-    "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine),
+    "affine_backward": lambda k, c: c.backward(k.affine_backward, c.grad_affine, c.input),
     "conv1x1_forward": lambda k, c: [c.conv1x1(k.conv1x1_forward)],
     "conv1x1_forward_with_statistics": lambda k, c: c.conv1x1_with_statistics(k),
-    "conv1x1_backward": lambda k, c: c.backward(k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.weight1x1),
-    "conv1x1_next_bottleneck": lambda k, c: c.next_bottleneck(k),
-    "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.input, c.weight3x3, c.shape, c.dilation)],
-    "conv3x3_forward_with_statistics": lambda k, c: c.conv3x3_with_statistics(k),
-    "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.weight3x3, c.shape, c.dilation),
-    "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.input, c.pooled_weight, c.shape)],
-    "pooled_conv1x1_backward": lambda k, c: c.backward(
-        k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_weight, c.shape
+    "conv1x1_backward": lambda k, c: c.backward(
+        k.conv1x1_backward, c.grad_bottleneck(c.grad_output), c.input, c.weight1x1
     ),
+    "conv1x1_next_bottleneck": lambda k, c: c.next_bottleneck(k),
+    "conv3x3_forward": lambda k, c: [k.conv3x3_forward(c.conv3x3)],
+    "conv3x3_forward_with_statistics": lambda k, c: c.with_statistics(
+        functools.partial(k.conv3x3_forward, c.conv3x3), len(c.weight3x3)
+    ),
+    "conv3x3_backward": lambda k, c: c.backward(k.conv3x3_backward, c.grad_output, c.conv3x3),
+    "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.pooled_conv1x1)],
+    "pooled_conv1x1_backward": lambda k, c: c.backward(k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_conv1x1),
     "batch_norm_grad_input": lambda k, c: [
         k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]))
     ],
@@ -247,10 +254,9 @@ class StemCase(_Arguments):
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
         self.activation, self.pool, self.frozen = _activation(activation), pool, frozen
 
-    @property
-    def norm(self) -> BatchNormAffine:
+    def input(self, values: Tensor) -> AffineInput:
         weight, bias, inv_std, mean = self.vectors
-        return BatchNormAffine(weight, bias, inv_std, mean, self.frozen)
+        return AffineInput(values, BatchNormAffine(weight, bias, inv_std, mean, self.frozen), self.activation)
 
     def statistics(self, kernels: Any) -> Results:
         matrix = torch.zeros(3, self.values.shape[1], device=self.values.device, dtype=self.vectors.dtype)
@@ -260,17 +266,15 @@ class StemCase(_Arguments):
     def backward(self, kernels: Any) -> Results:
         """The gradients of the norm and of the images."""
         grad_images, count = self.values.clone(memory_format=torch.preserve_format), self.values[:, 0].numel()
-        settings = self.norm, self.activation, self.pool
-        places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, self.values, *settings)
-        kernels.norm_activation_max_pool_backward(self.grad_output, places, grad_images, *settings, sums, count)
+        input, images = self.input(self.values), self.input(grad_images)
+        places, sums = kernels.norm_activation_max_pool_reduce(self.grad_output, input, self.pool)
+        kernels.norm_activation_max_pool_backward(self.grad_output, places, images, self.pool, sums, count)
         return sums.norm_bias, sums.norm_weight, grad_images
 
 
 STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
     "image_statistics": lambda k, c: c.statistics(k),
-    "norm_activation_max_pool": lambda k, c: [
-        k.norm_activation_max_pool(c.values, c.norm, c.activation, c.pool, c.values.dtype)
-    ],
+    "norm_activation_max_pool": lambda k, c: [k.norm_activation_max_pool(c.input(c.values), c.pool, c.values.dtype)],
     "norm_activation_max_pool_backward": lambda k, c: c.backward(k),
 }
 

@@ -137,6 +137,16 @@ class Conv1x1(NamedTuple):
     output: Tensor  # (pixels, out_channels), written by the kernel
 
 
+class ImageConv(NamedTuple):
+    """A convolution of y = f(scale · values + shift), of which each row is a pixel of images: 3×3 (3 or 3×3×3 in other
+    dimensions) with padding = dilation, or 1×1 with average pooling."""
+
+    input: AffineInput
+    weight: Tensor
+    shape: torch.Size  # (images, *spatial)
+    dilation: int = 1
+
+
 class BatchNormBackward(NamedTuple):
     """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)): a batch norm's backward with known sums.
 
@@ -218,45 +228,22 @@ class Kernels(Protocol):
         """
         ...
 
-    def conv3x3_forward(
-        self,
-        input: AffineInput,
-        weight: Tensor,
-        shape: torch.Size,
-        dilation: int = 1,
-        statistics: StatisticsOutput | None = None,
-    ) -> Tensor:
-        """A 3×3 convolution (3 or 3×3×3 in other dimensions) of y with padding = dilation, (pixels, out_channels);
-        writes its statistics where they are asked for."""
+    def conv3x3_forward(self, conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
+        """A 3×3 convolution, (pixels, out_channels); writes its statistics where they are asked for."""
         ...
 
-    def conv3x3_backward(
-        self,
-        grad_output: Tensor,
-        input: AffineInput,
-        weight: Tensor,
-        accumulator: GradAccumulator,
-        shape: torch.Size,
-        dilation: int = 1,
-    ) -> Gradients:
+    def conv3x3_backward(self, grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
         """The backward of `conv3x3_forward`, given grad_output (pixels, out_channels)."""
         ...
 
-    def pooled_conv1x1_forward(self, input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+    def pooled_conv1x1_forward(self, conv: ImageConv) -> Tensor:
         """average_pool(y @ weight.T) over 2×2 pixels, computed as average_pool(y) @ weight.T: a quarter of the work.
 
         (pooled pixels, out_channels); pixels at the edge of an odd size are in no window, as in PyTorch.
         """
         ...
 
-    def pooled_conv1x1_backward(
-        self,
-        grad_output: Tensor,
-        input: AffineInput,
-        weight: Tensor,
-        accumulator: GradAccumulator,
-        shape: torch.Size,
-    ) -> Gradients:
+    def pooled_conv1x1_backward(self, grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
         """The backward of `pooled_conv1x1_forward`, given grad_output (pooled pixels, out_channels)."""
         ...
 
@@ -268,32 +255,22 @@ class Kernels(Protocol):
         """Writes the statistics of each channel of images, (N, channels, *spatial)."""
         ...
 
-    def norm_activation_max_pool(
-        self, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
-    ) -> Tensor:
-        """max_pool(f(norm(values))) of images in `dtype`, in the memory format of `values`.
+    def norm_activation_max_pool(self, input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+        """max_pool(f(norm(values))) in `dtype`, in the memory format of `values`, which are images here and below.
 
         As in plain modules, the outputs of the norm and of the activation f are rounded to the dtype of `values`.
         """
         ...
 
     def norm_activation_max_pool_reduce(
-        self, grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
+        self, grad_output: Tensor, input: AffineInput, pool: MaxPool
     ) -> tuple[Tensor, Gradients]:
         """The indices of the maxima, −1 where a ReLU is inactive, for `norm_activation_max_pool_backward`; and the
         gradients of the norm."""
         ...
 
     def norm_activation_max_pool_backward(
-        self,
-        grad_output: Tensor,
-        indices: Tensor,
-        values: Tensor,
-        norm: BatchNormAffine,
-        activation: ActivationSpec,
-        pool: MaxPool,
-        sums: Gradients,
-        count: int,
+        self, grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
     ) -> None:
         """Writes the gradient of `values` over them. `sums` are the norm's gradients over all `count` values of a
         channel, which a frozen norm does not need."""

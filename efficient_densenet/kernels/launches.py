@@ -3,41 +3,51 @@
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
+
+
+class Place(NamedTuple):
+    """A tensor: its first element lies `offset` bytes after that of the first tensor in a memory, which has a number in
+    a run."""
+
+    memory: int
+    offset: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Run:
+    """The memories of one run by their numbers, as launches read them: first tensors, and addresses in an array of
+    int64."""
+
+    __slots__ = ("addresses", "values")
+
+    def __init__(self, values: list[Any], addresses: Any) -> None:
+        self.values, self.addresses = values, addresses
+
+    def tensor(self, place: Place) -> Tensor:
+        base = self.values[place.memory]
+        return base.as_strided(place.size, place.stride, base.storage_offset() + place.offset // place.dtype.itemsize)
 
 
 class Launches(Protocol):
     """Launches that follow each other, made once and run any number of times, by several threads at once.
 
-    Each is made of a pair: the kernel with its settings, and its arguments, in which tensors are `Argument`s.
+    Each is made of a pair: the kernel with its settings, and its arguments, in which tensors are places.
     """
 
     def __init__(self, launches: Sequence[tuple[Any, Sequence[Any]]]) -> None: ...
 
-    def __call__(self, run: "Run") -> None: ...
-
-
-class Argument(Protocol):
-    """A tensor among the arguments: some bytes after the start of a memory, which has a number in a run."""
-
-    memory: int
-    offset: int
-
-
-class Run(Protocol):
-    """One run of a program: addresses (an array of int64) and first tensors of its memories, by their numbers."""
-
-    addresses: Any
-    values: Sequence[Any]
-
-    def tensor(self, argument: Argument) -> Tensor: ...
+    def __call__(self, run: Run) -> None: ...
 
 
 class LaunchRecorder(Protocol):
-    def argument(self, tensor: Tensor, offset: int = 0) -> Any:
-        """The `Argument` for an address some bytes after the start of a tensor."""
+    def argument(self, tensor: Tensor, offset: int = 0) -> Place | None:
+        """The place some bytes after the start of a tensor."""
         ...
 
     def launched(self, kind: type[Launches], kernel: Any, arguments: Sequence[Any]) -> None: ...

@@ -32,9 +32,10 @@ from .interface import (
     Conv1x1,
     GradAccumulator,
     Gradients,
+    ImageConv,
     StatisticsOutput,
 )
-from .row_tiles import WHOLE, in_tiles, rows, tiles
+from .row_tiles import in_tiles, tiles
 from .stem import (  # noqa: F401 (the stem's operations in this set)
     image_statistics,
     images_at_once,
@@ -88,11 +89,8 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
 
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
-    if grad.inv_std is None:
-        return grad.grad_accum.contiguous()
-    slope, constant, inv_std = grad.coefficients()
-    grad_input = torch.addcmul(constant, grad.values, slope)
-    return as_dtype(grad_input.addcmul_(grad.grad_accum, inv_std), grad.values.dtype)
+    coefficients = None if grad.sums is None else grad.coefficients()
+    return _batch_norm_grad_input_tile(grad, coefficients, slice(None)).contiguous()
 
 
 def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -110,7 +108,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: Sums | None = None
     for tile in tiles(input.values, input.dtype):
-        sums = _add_partial_sums(sums, (None, *_accumulate_grad(rows(grad_output, tile), input, accumulator, tile)))
+        sums = _add_partial_sums(sums, (None, *_accumulate_grad(grad_output[tile], input, accumulator, tile)))
     return _finish(sums, input.norm, accumulator)
 
 
@@ -146,79 +144,62 @@ def conv1x1_backward(
     return _finish(sums, input.norm, accumulator)
 
 
-def conv3x3_forward(
-    input: AffineInput,
-    weight: Tensor,
-    shape: torch.Size,
-    dilation: int = 1,
-    statistics: StatisticsOutput | None = None,
-) -> Tensor:
+def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
     """conv(y), (pixels, out_channels), and its statistics; padding = dilation keeps the spatial size. A tile holds
     whole images."""
+    input, weight, shape, dilation = conv
     output = weight.new_empty(0)
     for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, tile, shape), weight, dilation))
-        if tile is WHOLE:
+        part = to_pixel_matrix(convolution.conv3x3(_to_images(activation, shape), weight, dilation))
+        if len(part) == len(input.values):
             output = part
         else:
             output = part.new_empty(len(input.values), part.shape[1]) if tile.start == 0 else output
-            rows(output, tile).copy_(part)
+            output[tile].copy_(part)
     if statistics is not None:
         batch_statistics(output, statistics)
     return output
 
 
-def conv3x3_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-    dilation: int = 1,
-) -> Gradients:
+def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
+    input, weight, shape, dilation = conv
     sums: Sums | None = None
     for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_images = _to_images(activation, tile, shape), _to_images(rows(grad_output, tile), tile, shape)
+        images, grad_images = _to_images(activation, shape), _to_images(grad_output[tile], shape)
         grad, grad_weight = convolution.conv3x3_gradients(
             grad_images, images, weight, dilation, accumulator.needs_grad_weight
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
         grad = _activation_backward(to_pixel_matrix(grad), activation, input, tile)
-        if accumulator.only_consumer and tile is WHOLE:
+        if accumulator.only_consumer and len(grad) == len(input.values):
             return _batch_norm_gradients(grad, input, grad_weight)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
     return _finish(sums, input.norm, accumulator)
 
 
-def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     """average_pool(y) @ weight.T, (pixels / 4, out_channels) in two dimensions.
 
     It equals average_pool(y @ weight.T), since both maps are linear, for a quarter of the arithmetic.
     """
-    shape = as_slabs(shape)
+    input, weight, shape = conv.input, conv.weight, as_slabs(conv.shape)
     output = weight.new_empty(halved(shape).numel(), weight.shape[0])
     for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        pooled = to_pixel_matrix(average_pool(_to_images(activation, tile, shape)))
-        convolution.multiply(pooled, weight, rows(output, _pooled_tile(tile, shape)))
+        pooled = to_pixel_matrix(average_pool(_to_images(activation, shape)))
+        convolution.multiply(pooled, weight, output[_pooled_tile(tile, shape)])
     return output
 
 
-def pooled_conv1x1_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-) -> Gradients:
+def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
+    input, weight, shape = conv.input, conv.weight, as_slabs(conv.shape)
     sums: Sums | None = None
-    shape = as_slabs(shape)
     for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
-        images, grad_output_tile = _to_images(activation, tile, shape), rows(grad_output, _pooled_tile(tile, shape))
+        images, grad_output_tile = _to_images(activation, shape), grad_output[_pooled_tile(tile, shape)]
         pooled = to_pixel_matrix(average_pool(images))
         grad_pooled, grad_weight = _conv1x1_gradients(grad_output_tile, pooled, weight, accumulator, input.dtype)
-        grad_pooled = _to_images(grad_pooled, tile, halved(shape))
+        grad_pooled = _to_images(grad_pooled, halved(shape))
         grad = to_pixel_matrix(average_pool_backward(grad_pooled, images))
         grad = _activation_backward(grad, activation, input, tile)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
@@ -264,7 +245,7 @@ def _batch_norm_statistics(values: Tensor) -> tuple[Tensor, Tensor]:
 def _activation_tiles(input: AffineInput, dtype: torch.dtype, multiple_of: int) -> Iterator[tuple[slice, Tensor]]:
     """The tiles of rows, each as its slice, and the activation y in `dtype`."""
     for tile in tiles(input.values, input.dtype, multiple_of):
-        yield tile, _activated(rows(input.values, tile), input, dtype)
+        yield tile, _activated(input.values[tile], input, dtype)
 
 
 def _activated(values: Tensor, input: AffineInput, dtype: torch.dtype) -> Tensor:
@@ -284,7 +265,7 @@ def _affine(values: Tensor, norm: BatchNormAffine) -> Tensor:
 
 def _conv1x1_tile(conv: Conv1x1, tile: slice) -> None:
     input, weight, output = conv
-    convolution.multiply(_activated(rows(input.values, tile), input, weight.dtype), weight, rows(output, tile))
+    convolution.multiply(_activated(input.values[tile], input, weight.dtype), weight, output[tile])
 
 
 def _conv1x1_gradients(
@@ -300,11 +281,11 @@ def _batch_norm_grad_input_tile(
     grad: BatchNormBackward, coefficients: tuple[Tensor, Tensor, Tensor] | None, tile: slice
 ) -> Tensor:
     """`batch_norm_grad_input` of a tile of rows."""
-    grad_accum = rows(grad.grad_accum, tile)
+    grad_accum = grad.grad_accum[tile]
     if coefficients is None:
         return grad_accum
     slope, constant, inv_std = coefficients
-    values = rows(grad.values, tile)
+    values = grad.values[tile]
     grad_input = torch.addcmul(constant, values, slope)
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
@@ -318,7 +299,7 @@ def _activation_backward(grad: Tensor, activation: Tensor, input: AffineInput, t
     """Step 2 for a tile: the gradient of z, from that of y."""
     if input.activation.is_relu:
         return _mask_inactive(grad, activation)
-    return _grad_before_activation(grad, rows(input.values, tile), input)
+    return _grad_before_activation(grad, input.values[tile], input)
 
 
 def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
@@ -332,7 +313,7 @@ def _accumulate_grad(
 ) -> tuple[Tensor, Tensor]:
     """grad_accum += grad_scale · grad for a tile; returns the tile's Σ grad and Σ grad · values. The products are
     written over `scratch`, if its dtype is theirs."""
-    grad_accum, grad_scale, values = rows(accumulator.grad_accum, tile), input.norm.grad_scale, rows(input.values, tile)
+    grad_accum, grad_scale, values = accumulator.grad_accum[tile], input.norm.grad_scale, input.values[tile]
     if accumulator.overwrite:
         torch.mul(grad, grad_scale, out=grad_accum)
     else:
@@ -372,16 +353,12 @@ def _finish(sums: Sums | None, norm: BatchNormAffine, accumulator: GradAccumulat
     return Gradients(grad_weight, grad_bias, conv_weight)
 
 
-def _to_images(matrix: Tensor, tile: slice, shape: torch.Size) -> Tensor:
+def _to_images(matrix: Tensor, shape: torch.Size) -> Tensor:
     """`to_spatial` of a tile of whole images of (N, *spatial)."""
-    if tile is WHOLE:
-        return to_spatial(matrix, shape)
     return to_spatial(matrix, torch.Size([matrix.shape[0] // shape[1:].numel(), *shape[1:]]))
 
 
 def _pooled_tile(tile: slice, shape: torch.Size) -> slice:
     """The rows of the pooled images for a tile of whole images."""
-    if tile is WHOLE:
-        return WHOLE
     pixels, pooled_pixels = shape[1:].numel(), halved(shape)[1:].numel()
     return slice(tile.start // pixels * pooled_pixels, tile.stop // pixels * pooled_pixels)

@@ -17,11 +17,6 @@ SMALL_TILE = 1 / 16
 META_TILES = 3
 """The most tiles of a matrix on the meta device."""
 
-WHOLE = slice(None)
-"""The tile of a matrix that is one tile."""
-
-_ONE_TILE = (WHOLE,)
-
 
 def tile_bytes_for(values: Tensor) -> int:
     return TILE_BYTES["cpu" if device_type(values) == "cpu" else "cuda"]
@@ -30,13 +25,8 @@ def tile_bytes_for(values: Tensor) -> int:
 def tiles(values: Tensor, dtype: torch.dtype, multiple_of: int = 1) -> Sequence[slice]:
     """Tiles of rows: as many rows as fit `TILE_BYTES` in `dtype`, rounded down to a multiple of `multiple_of`, at least
     one."""
-    if is_small(values, dtype):
-        return _ONE_TILE
     num_rows, channels = values.shape
-    tile_bytes = tile_bytes_for(values)
-    tile_rows = max(1, tile_bytes // (channels * dtype.itemsize * multiple_of)) * multiple_of
-    if num_rows <= tile_rows:
-        return _ONE_TILE
+    tile_rows = max(1, tile_bytes_for(values) // (channels * dtype.itemsize * multiple_of)) * multiple_of
     return slices(num_rows, tile_rows, values)
 
 
@@ -51,17 +41,12 @@ def slices(count: int, step: int, values: Tensor) -> list[slice]:
     return [slice(start, min(start + max(1, step), count)) for start in starts]
 
 
-def rows(matrix: Tensor, tile: slice) -> Tensor:
-    """The tile's rows: a view, or the matrix itself if it is all in this tile."""
-    return matrix if tile is WHOLE else matrix[tile]
-
-
 def in_tiles(operation: Callable[[Tensor, Tensor], Any], values: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """operation(values, out), an elementwise one with arithmetic in `dtype`. Where the values have another, a CPU's
     operation converts whole matrices first: it is applied to tiles of rows."""
     converts = values.dtype is not dtype and device_type(values) == "cpu"
-    for tile in tiles(values, dtype) if converts else _ONE_TILE:
-        operation(rows(values, tile), rows(out, tile))
+    for tile in tiles(values, dtype) if converts else [slice(None)]:
+        operation(values[tile], out[tile])
     return out
 
 

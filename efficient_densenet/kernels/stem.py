@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
-from .activations import ActivationSpec
-from .interface import BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
+from .interface import AffineInput, BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
 from .row_tiles import slices, tile_bytes_for
 
@@ -37,29 +36,25 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
-def norm_activation_max_pool(
-    values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
-) -> Tensor:
+def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> Tensor:
     output = None
-    for tile in _tiles(values):
-        maxima, _ = _pooled_tile(values, tile, norm, activation, pool)
-        output = _empty_pooled(values, maxima, dtype) if output is None else output
+    for tile in _tiles(input.values):
+        maxima, _ = _pooled_tile(input, tile, pool)
+        output = _empty_pooled(input.values, maxima, dtype) if output is None else output
         output[tile] = maxima
     assert output is not None  # there is a tile
     return output
 
 
-def norm_activation_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
-) -> tuple[Tensor, Gradients]:
+def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, pool: MaxPool) -> tuple[Tensor, Gradients]:
     """Σ g and Σ g · (z − mean) are summed over the maxima only."""
+    values, norm, activation = input
     assert norm.mean is not None
     indices, memory_format, dims = None, memory_format_of(values), _reduced(values)
     grad_sum, product_sum = torch.zeros_like(norm.mean), torch.zeros_like(norm.mean)
     for tile in _tiles(values):
-        maxima, tile_indices = (
-            each.contiguous(memory_format=memory_format) for each in _pooled_tile(values, tile, norm, activation, pool)
-        )
+        pooled = _pooled_tile(input, tile, pool)
+        maxima, tile_indices = (each.contiguous(memory_format=memory_format) for each in pooled)
         grad = grad_output[tile].to(norm.mean.dtype)
         at_maxima = values[tile].flatten(2).gather(2, tile_indices.flatten(2)).view_as(tile_indices)
         centered = at_maxima - _by_channel(norm.mean, tile, values)
@@ -67,7 +62,7 @@ def norm_activation_max_pool_reduce(
             inactive = maxima <= 0
             grad, tile_indices = grad.masked_fill(inactive, 0), tile_indices.masked_fill_(inactive, -1)
         else:
-            grad = _grad_before_activation(grad, centered, values, tile, norm, activation)
+            grad = _grad_before_activation(grad, centered, input, tile)
         grad_sum[tile[1]] += grad.sum(dims)
         product_sum[tile[1]] += centered.mul_(grad).sum(dims)
         indices = _empty_pooled(values, maxima, torch.int32) if indices is None else indices
@@ -77,66 +72,53 @@ def norm_activation_max_pool_reduce(
 
 
 def norm_activation_max_pool_backward(
-    grad_output: Tensor,
-    indices: Tensor,
-    values: Tensor,
-    norm: BatchNormAffine,
-    activation: ActivationSpec,
-    pool: MaxPool,
-    sums: Gradients,
-    count: int,
+    grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
 ) -> None:
-    """grad_z = slope · (z − mean) + constant + grad_scale · g, with g = grad_output scattered to the maxima, times the
-    activation's derivative."""
+    """grad_z = slope · (z − mean) + constant + scale · g, or scale · g under a frozen norm, with g = grad_output
+    scattered to the maxima, times the activation's derivative."""
+    values, norm, activation = input
     assert norm.mean is not None
-    slope, constant, grad_scale = _grad_coefficients(values, norm, sums, count)
+    slope, constant = (None, None) if norm.frozen else _grad_coefficients(values, norm, sums, count)
     for tile in _tiles(values):
         centered, active = _centered(values, tile, norm.mean, memory_format_of(values)), indices[tile].long()
         # Not masked_fill, whose result is contiguous: in channels_last, the pooling would convert all other operands.
         grad = torch.where(active < 0, 0, grad_output[tile].to(centered.dtype))
         grad = pool.backward(grad, active.clamp_min_(0), centered)
         if not activation.is_relu:
-            grad = _grad_before_activation(grad, centered, values, tile, norm, activation)
-        grad.mul_(_by_channel(grad_scale, tile, values)).addcmul_(centered, _by_channel(slope, tile, values))
-        values[tile] = grad.add_(_by_channel(constant, tile, values))
+            grad = _grad_before_activation(grad, centered, input, tile)
+        grad.mul_(_by_channel(norm.scale, tile, values))
+        if slope is not None and constant is not None:
+            grad.addcmul_(centered, _by_channel(slope, tile, values)).add_(_by_channel(constant, tile, values))
+        values[tile] = grad
 
 
-def _grad_coefficients(
-    values: Tensor, norm: BatchNormAffine, sums: Gradients, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if norm.frozen:
-        zeros = torch.zeros_like(norm.scale)
-        return zeros, zeros, norm.scale
+def _grad_coefficients(values: Tensor, norm: BatchNormAffine, sums: Gradients, count: int) -> tuple[Tensor, Tensor]:
     weighted = norm.grad_scale * torch.stack([sums.norm_bias, sums.norm_weight])
-    slope, constant, inv_std = BatchNormBackward(values, values, norm.inv_std, None, weighted, count).coefficients()
-    return slope, constant, inv_std * norm.grad_scale
+    slope, constant, _ = BatchNormBackward(values, values, norm.inv_std, None, weighted, count).coefficients()
+    return slope, constant
 
 
-def _pooled_tile(
-    values: Tensor, tile: Tile, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
-) -> tuple[Tensor, Tensor]:
+def _pooled_tile(input: AffineInput, tile: Tile, pool: MaxPool) -> tuple[Tensor, Tensor]:
     """The maxima of the pooling and their indices, for a tile."""
+    values, norm, activation = input
     assert norm.mean is not None
     buffer = _centered(values, tile, norm.mean, _pooling_format(values, tile))
     # Round before the activation, as plain modules do: rounding makes some values equal, and so changes the indices.
-    normalized = _normalized(buffer, values, tile, norm, out=buffer).to(values.dtype)
+    normalized = _normalized(buffer, input, tile, out=buffer).to(values.dtype)
     return pool.forward(normalized.clamp_min_(0) if activation.is_relu else activation.forward(normalized))
 
 
-def _normalized(
-    centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, out: Tensor | None = None
-) -> Tensor:
+def _normalized(centered: Tensor, input: AffineInput, tile: Tile, out: Tensor | None = None) -> Tensor:
     """The norm's output for the centered values of a tile, in the accumulation dtype."""
-    shift, scale = (_by_channel(vector, tile, values) for vector in (_of_centered(norm).shift, norm.scale))
+    vectors = _of_centered(input.norm).shift, input.norm.scale
+    shift, scale = (_by_channel(vector, tile, input.values) for vector in vectors)
     return torch.addcmul(shift, centered, scale, out=out)
 
 
-def _grad_before_activation(
-    grad: Tensor, centered: Tensor, values: Tensor, tile: Tile, norm: BatchNormAffine, activation: ActivationSpec
-) -> Tensor:
+def _grad_before_activation(grad: Tensor, centered: Tensor, input: AffineInput, tile: Tile) -> Tensor:
     """The gradient of the norm's output, from that of the activation's."""
-    normalized = _normalized(centered, values, tile, norm).to(values.dtype).to(grad.dtype)  # rounded as in the forward
-    return activation.backward(grad, normalized)
+    rounded = _normalized(centered, input, tile).to(input.values.dtype)  # as in the forward
+    return input.activation.backward(grad, rounded.to(grad.dtype))
 
 
 def _of_centered(norm: BatchNormAffine) -> BatchNormAffine:

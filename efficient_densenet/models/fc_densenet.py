@@ -163,7 +163,7 @@ class TransitionUp(nn.Module):
 
 def _run_down(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """The transition's output and the block's output."""
-    if choose.as_engine_block(block).can_join_stage:
+    if block.can_join_stage:
         return choose.run_stage_with_features(block, transition, x)
     features = block(x)
     return transition(features), features

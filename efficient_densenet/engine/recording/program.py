@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.launches import Place, Run
 from . import slab
-from .recorder import Allocation, Launch, Operation, Place, Recorder, mapped
+from .recorder import Allocation, Launch, Operation, Recorder, mapped
 
 WITHOUT_CACHE = {"cpu"}
 """The types of devices on which PyTorch keeps no freed memory for later allocations. On others a run has the slab
@@ -34,19 +35,6 @@ operation's general call: methods of tensors, and functions."""
 
 MIN_PIECES = 3
 """The fewest views that one split of a memory makes: each view of a split takes half the time of a view by itself."""
-
-
-class Run:
-    """The memories of one run by their numbers, as launches read them: first tensors and addresses."""
-
-    __slots__ = ("addresses", "values")
-
-    def __init__(self, values: list[Any], addresses: Any) -> None:
-        self.values, self.addresses = values, addresses
-
-    def tensor(self, place: Place) -> Tensor:
-        base = self.values[place.memory]
-        return base.as_strided(place.size, place.stride, base.storage_offset() + place.offset // place.dtype.itemsize)
 
 
 class Program:

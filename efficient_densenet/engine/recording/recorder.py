@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._torch_private import run_parts
 from ...kernels import launches
+from ...kernels.launches import Place
 
 _aten = torch.ops.aten
 _EMPTY = {
@@ -24,16 +25,6 @@ _UNPREDICTABLE = torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_out
 
 MAX_EVENTS = 10_000
 """The most events of a run that is recorded. Longer runs, of many tiles, are limited by the device, not by the host."""
-
-
-class Place(NamedTuple):
-    """A tensor: its first element lies `offset` bytes after that of the first tensor in a memory."""
-
-    memory: int
-    offset: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 class Allocation(NamedTuple):

@@ -2,7 +2,9 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Set
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from .recorder import Memory
 
 ALIGNMENT = 512
 """In bytes, as PyTorch's allocator for CUDA aligns."""
@@ -17,14 +19,6 @@ SLACK, SMALL_SLACK = 1.01, 1 << 20
 """How much more a run may hold with a slab than with the best: a ratio, and in a small run these bytes."""
 
 
-class Lifetime(Protocol):
-    """The size of a memory, and the numbers of the first and the last event that use it."""
-
-    nbytes: int
-    first: int
-    last: int
-
-
 class Slab(NamedTuple):
     """The slab exists during `events`, an empty range if there is none. `offsets` are the places of temporaries by
     their numbers, and `outputs` the memories of outputs that are allocated with it."""
@@ -34,7 +28,7 @@ class Slab(NamedTuple):
     nbytes: int = 0
     outputs: Set[int] = frozenset()
 
-    def peak(self, memories: Mapping[int, Lifetime], num_events: int) -> int:
+    def peak(self, memories: Mapping[int, Memory], num_events: int) -> int:
         """The most that a run holds with this slab, of the memories that it allocates."""
         held = [(self.events.start, self.events.stop - 1, self.nbytes)]
         for number, each in memories.items():
@@ -46,7 +40,7 @@ class Slab(NamedTuple):
 NO_SLAB = Slab(range(0))
 
 
-def choose(memories: Mapping[int, Lifetime], allocated: Set[int], outputs: Set[int], num_events: int) -> Slab:
+def choose(memories: Mapping[int, Memory], allocated: Set[int], outputs: Set[int], num_events: int) -> Slab:
     """The slab of most temporaries, of those with which the run holds about as little as it can.
 
     `memories` are those that the run allocates: by itself, or as results of operations if they are not in `allocated`.
@@ -64,8 +58,8 @@ def choose(memories: Mapping[int, Lifetime], allocated: Set[int], outputs: Set[i
 
 
 def _candidates(
-    memories: Mapping[int, Lifetime],
-    results: Iterable[Lifetime],
+    memories: Mapping[int, Memory],
+    results: Iterable[Memory],
     allocated: Set[int],
     outputs: Set[int],
     num_events: int,
@@ -98,7 +92,7 @@ def _live(held: Iterable[tuple[int, int, int]], num_events: int) -> list[int]:
     return list(itertools.accumulate(changes))
 
 
-def plan(temporaries: Mapping[int, Lifetime]) -> tuple[dict[int, int], int]:
+def plan(temporaries: Mapping[int, Memory]) -> tuple[dict[int, int], int]:
     """The offset of each temporary by its number, and the size of the slab that they need.
 
     Each lies at the lowest place that is free while it lives; the largest are placed first.

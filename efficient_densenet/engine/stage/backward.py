@@ -12,7 +12,7 @@ from torch import Tensor
 from ..._tensors import as_dtype
 from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
-from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients
+from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients, ImageConv
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from ..operator import BackwardInputs
 from .forward import conv1x1
@@ -34,6 +34,7 @@ class Backward:
         self.tensors = norm_convs(converted_weights(saved.parameters, spec.torch_dtype, self.kernels))
         self.needs_grad_input, *self.needs_grad = inputs.needs_grad
         self.needs_grads = norm_convs(self.needs_grad)
+        self.dropout_masks, self.bottlenecks = list(saved.dropout_masks), list(saved.bottlenecks)
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
 
@@ -84,14 +85,13 @@ class Backward:
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         first, last = norms.start, norms.stop - 1
         if layer.drop_rate:
-            mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
-            grad_output.mul_(to_pixel_matrix(mask)).mul_(1 / (1 - layer.drop_rate or 1))
+            grad_output.mul_(to_pixel_matrix(self.dropout_masks.pop())).mul_(1 / (1 - layer.drop_rate or 1))
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:
             input = self._input(first, layer.activation1)
-            arguments = grad_output, input, self._weight(first), self._accumulator(first), self.shape
-            self._store(first, self.kernels.conv3x3_backward(*arguments, layer.dilation))
+            conv = ImageConv(input, self.tensors[first].conv_weight, self.shape, layer.dilation)
+            self._store(first, self.kernels.conv3x3_backward(grad_output, conv, self._accumulator(first)))
             return
         conv = self._bottleneck(i)
         grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
@@ -110,9 +110,9 @@ class Backward:
         if conv is not None:
             return conv
         number, layer = self.spec.layer_norms[i].start, self.spec.layers[i]
-        input, weight = self._input(number, layer.activation1), self._weight(number).flatten(1)
+        input, weight = self._input(number, layer.activation1), self.tensors[number].conv_weight.flatten(1)
         if layer.keep_bottleneck:
-            return Conv1x1(input, weight, self.saved.bottlenecks[self.spec.bottleneck_position(i)])
+            return Conv1x1(input, weight, self.bottlenecks.pop())
         conv = conv1x1(input, weight)
         self.kernels.conv1x1_forward(conv)
         return conv
@@ -125,7 +125,7 @@ class Backward:
         if self.spec.layers[i].width != current.width:
             return None
         number, activation = self.spec.layer_norms[i].start, self.spec.layers[i].activation1
-        input, weight = self._input(number, activation), self._weight(number).flatten(1)
+        input, weight = self._input(number, activation), self.tensors[number].conv_weight.flatten(1)
         return conv1x1(input, weight) if current.keep_bottleneck else Conv1x1(input, weight, memory)
 
     def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
@@ -135,9 +135,9 @@ class Backward:
         needs_grad_weight = self.needs_grads[number].conv_weight
         only_consumer = not norm.frozen and self.spec.sync_group is None
         accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, only_consumer)
-        input = AffineInput(output, norm, layer.activation2)
-        arguments = grad_output, input, self._weight(number), accumulator, self.shape
-        grads = self.kernels.conv3x3_backward(*arguments, layer.dilation)
+        input, weight = AffineInput(output, norm, layer.activation2), self.tensors[number].conv_weight
+        conv = ImageConv(input, weight, self.shape, layer.dilation)
+        grads = self.kernels.conv3x3_backward(grad_output, conv, accumulator)
         if self.needs_grads[number - 1].conv_bias:
             self._store_bias(number - 1, norm.grad_conv_bias(grads.norm_bias))
         self._store(number, grads)
@@ -154,9 +154,9 @@ class Backward:
         if not consumer.has_conv:
             grads = self.kernels.affine_backward(grad, input, accumulator)
         else:
-            conv1 = self._weight(number).flatten(1)
+            conv1 = self.tensors[number].conv_weight.flatten(1)
             if consumer.pools:
-                grads = self.kernels.pooled_conv1x1_backward(grad, input, conv1, accumulator, self.shape)
+                grads = self.kernels.pooled_conv1x1_backward(grad, ImageConv(input, conv1, self.shape), accumulator)
             else:
                 grads = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
         if self.needs_grads[number].conv_bias:
@@ -173,7 +173,3 @@ class Backward:
     def _store_bias(self, number: int, grad: Tensor) -> None:
         """Store the gradient of the bias of the convolution after norm `number`."""
         self.grads[number * len(NormConv._fields) + 3] = grad
-
-    def _weight(self, number: int) -> Tensor:
-        """The weight of the convolution after norm `number`, in the dtype of the convolutions."""
-        return as_dtype(self.tensors[number].conv_weight, self.spec.torch_dtype)

@@ -6,12 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._tensors import as_dtype
 from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
-from ...kernels.interface import AffineInput, Conv1x1, StatisticsOutput
+from ...kernels.interface import AffineInput, Conv1x1, ImageConv, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
+from .spec import ConsumerSpec, LayerSpec, StageSpec, norm_convs
 from .statistics import ForwardStatistics
 from .weights import converted_weights
 
@@ -44,6 +43,7 @@ class Forward:
         self.kernels = kernels_for(features, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
+        self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
         self.bottlenecks: list[Tensor] = []
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
@@ -81,13 +81,8 @@ class Forward:
     def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         if self.spec.frozen:
-            self.statistics.copy_running(number, self.spec.eps, self._running(number))
+            self.statistics.copy_running(number, self.spec.eps, self.running)
         return self.statistics.input(number, self.tensors[number], activation)
-
-    def _running(self, number: int) -> Sequence[Tensor]:
-        """running_mean and running_var of a frozen norm."""
-        start = self.spec.running_position(number)
-        return self.inputs.running_statistics[start : start + 2]
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
         """A layer's output, its statistics if a kernel has computed them, and the bias that `write` is to add to it."""
@@ -95,16 +90,16 @@ class Forward:
         last, input = self.tensors[norms.stop - 1], self._input(norms.start, layer.activation1)
         if layer.width:
             input = self._bottleneck(layer, norms.start, input)
-        arguments = input, self._weight(last), self.shape, layer.dilation
+        conv = ImageConv(input, last.conv_weight, self.shape, layer.dilation)
         if not self.spec.frozen and not layer.drop_rate:
             statistics = self.statistics.output(self.spec.segment_columns(i + 1), self.spec.eps)
-            output = self.kernels.conv3x3_forward(*arguments, statistics)
+            output = self.kernels.conv3x3_forward(conv, statistics)
             return output, statistics, last.conv_bias
-        output = self.kernels.conv3x3_forward(*arguments)
+        output = self.kernels.conv3x3_forward(conv)
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        mask = to_pixel_matrix(self.inputs.dropout_masks[self.spec.dropout_position(i)])
+        mask = to_pixel_matrix(next(self.dropout_masks))
         return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
@@ -114,12 +109,12 @@ class Forward:
         subtracts.
         """
         first, second = self.tensors[number], self.tensors[number + 1]
-        conv = conv1x1(input, self._weight(first).flatten(1))
+        conv = conv1x1(input, first.conv_weight.flatten(1))
         if layer.keep_bottleneck:
             self.bottlenecks.append(conv.output)
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
-            self.statistics.copy_running(number + 1, layer.norm2_eps, self._running(number + 1), first.conv_bias)
+            self.statistics.copy_running(number + 1, layer.norm2_eps, self.running, first.conv_bias)
         else:
             statistics = self.statistics.output(self.spec.norms[number + 1].columns, layer.norm2_eps)
             self.kernels.conv1x1_forward(conv, statistics)
@@ -132,20 +127,16 @@ class Forward:
         if not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:
-            weight = self._weight(tensors).flatten(1)
-            output, shape = self.kernels.pooled_conv1x1_forward(input, weight, self.shape), halved(self.shape)
+            conv = ImageConv(input, tensors.conv_weight.flatten(1), self.shape)
+            output, shape = self.kernels.pooled_conv1x1_forward(conv), halved(self.shape)
         else:
-            conv = conv1x1(input, self._weight(tensors).flatten(1))
+            conv = conv1x1(input, tensors.conv_weight.flatten(1))
             self.kernels.conv1x1_forward(conv)
             output = conv.output
         if tensors.conv_bias is not None:
             output.add_(tensors.conv_bias)
         output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
         return output.detach()  # the caller could not change a view in place
-
-    def _weight(self, tensors: NormConv) -> Tensor:
-        """The convolution's weight in the dtype of the convolutions."""
-        return as_dtype(tensors.conv_weight, self.spec.torch_dtype)
 
 
 def conv1x1(input: AffineInput, weight: Tensor) -> Conv1x1:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype
-from ...kernels import kernels_for
-from ...kernels.interface import MEAN, Kernels
+from ...kernels.interface import MEAN
 from ...kernels.portable import to_spatial
 from ..operator import BackwardInputs, EngineNode, Operator
 from .backward import Backward
@@ -26,12 +25,7 @@ class StageOperator(Operator):
     inputs_schema = "Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored,"
     saved_schema = "Tensor features, Tensor statistics, Tensor? count, Tensor[] bottlenecks, Tensor[] dropout_masks,"
     inputs_type, saved_type, node = StageInputs, SavedStage, SharedStage
-
-    def decode(self, text: str) -> StageSpec:
-        return decode(text)
-
-    def kernels(self, spec: StageSpec, x: Tensor) -> Kernels:
-        return kernels_for(x, spec.activations)
+    decode = staticmethod(decode)
 
     def compute(self, spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
         forward = Forward(spec, inputs)

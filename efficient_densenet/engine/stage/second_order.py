@@ -31,6 +31,7 @@ def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tens
 class _PlainStage:
     def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
+        self.dropout_masks = iter(saved.dropout_masks)
 
     def run(self, x: Tensor) -> list[Tensor]:
         features = [x]
@@ -62,7 +63,7 @@ class _PlainStage:
         x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
-            mask = self.saved.dropout_masks[self.spec.dropout_position(i)]
+            mask = next(self.dropout_masks)
             x = x * mask * (1 / (1 - layer.drop_rate or 1))
         return x
 

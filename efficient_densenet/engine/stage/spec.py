@@ -205,18 +205,6 @@ class StageSpec:
         """The slice of the stage's parameters that the consumer has."""
         return _tensors(slice(self.consumer_norm, len(self.norms)))
 
-    def bottleneck_position(self, i: int) -> int:
-        """The position of layer i among the layers that keep their bottleneck."""
-        return sum(1 for layer in self.layers[:i] if layer.keep_bottleneck)
-
-    def running_position(self, norm: int) -> int:
-        """The position of a frozen norm's running statistics among the operator's inputs."""
-        return 2 * sum(each.frozen for each in self.norms[:norm])
-
-    def dropout_position(self, i: int) -> int:
-        """The position of layer i among the layers with dropout."""
-        return sum(1 for layer in self.layers[:i] if layer.drop_rate)
-
     @property
     def encoded(self) -> str:
         """The specification as the string that the operators take."""

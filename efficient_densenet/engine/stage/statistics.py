@@ -6,7 +6,7 @@ centered (less their mean). Frozen norms of the features have columns of their o
 are. The bottlenecks' norms always have columns of their own. Columns are in the norms' order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -86,14 +86,14 @@ class ForwardStatistics(_Statistics):
         if bias is not None:
             mean.add_(bias)
 
-    def copy_running(self, number: int, eps: float, running: Sequence[Tensor], bias: Tensor | None = None) -> None:
+    def copy_running(self, number: int, eps: float, running: Iterator[Tensor], bias: Tensor | None = None) -> None:
         """Copy the running statistics of a frozen norm: the buffers may change before the backward.
 
         `bias` is the bias of the convolution before the norm, which is not added to the norm's input.
         """
         mean, variance, inv_std = self.matrix[:, self.spec.norms[number].columns].unbind()
-        for row, buffer in zip((mean, variance), running, strict=True):
-            row.copy_(buffer)
+        mean.copy_(next(running))
+        variance.copy_(next(running))
         if bias is not None:
             mean.sub_(bias)
         torch.add(variance, eps, out=inv_std).rsqrt_()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._tensors import as_dtype, memory_format_of
-from ...kernels.interface import BatchNormAffine, Gradients
+from ...kernels.interface import AffineInput, Gradients
 from ...norms.sync_batch_norm import SyncGroup
 from .forward import Convolved
 
@@ -14,7 +14,7 @@ from .forward import Convolved
 def backward(
     convolved: Convolved,
     grad_output: Tensor,
-    norm: BatchNormAffine,
+    input: AffineInput,
     count: Tensor | None,
     needs_grad: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
@@ -24,16 +24,16 @@ def backward(
     gradient of the convolution's output is written over the output.
     """
     values, kernels = convolved.values, convolved.kernels
-    activation, pool = convolved.spec.activation, convolved.spec.pool
+    pool, norm = convolved.spec.pool, input.norm
     grad_output = grad_output.contiguous(memory_format=memory_format_of(values))  # once, for both kernels
-    indices, grads = kernels.norm_activation_max_pool_reduce(grad_output, values, norm, activation, pool)
+    indices, grads = kernels.norm_activation_max_pool_reduce(grad_output, input, pool)
     needs_grad_input, _, _, needs_grad_weight, needs_grad_bias = needs_grad
     grad_input, grad_weight = None, None
     if needs_grad_input or needs_grad_weight:
         sums = grads, convolved.count
         if count is not None:
             sums = _sums_of_processes(grads, count, SyncGroup.named(convolved.spec.sync_group)), 1
-        kernels.norm_activation_max_pool_backward(grad_output, indices, values, norm, activation, pool, *sums)
+        kernels.norm_activation_max_pool_backward(grad_output, indices, input, pool, *sums)
         grad_input, grad_weight = _conv_backward(convolved, needs_grad_input, needs_grad_weight)
     grad_bias = norm.grad_conv_bias(grads.norm_bias) if needs_grad_bias else None
     return grad_input, grads.norm_weight, grads.norm_bias, grad_weight, grad_bias

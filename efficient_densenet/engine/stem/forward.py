@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._tensors import memory_format_of
 from ...kernels import kernels_for
-from ...kernels.interface import INV_STD, MEAN, VARIANCE, BatchNormAffine, StatisticsOutput
+from ...kernels.interface import INV_STD, MEAN, VARIANCE, AffineInput, BatchNormAffine, StatisticsOutput
 from ...kernels.row_tiles import slices
 from ...norms.sync_batch_norm import SyncGroup
 from ..refuse import convolved_size
@@ -40,8 +40,10 @@ class Convolved:
         assert values is not None  # there is a tile
         return values
 
-    def norm(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> BatchNormAffine:
-        return BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
+    def norm_input(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> AffineInput:
+        """z with the norm and the activation after it."""
+        norm = BatchNormAffine(weight, bias, statistics[INV_STD], statistics[MEAN], self.spec.frozen)
+        return AffineInput(self.values, norm, self.spec.activation)
 
 
 def forward(
@@ -64,6 +66,6 @@ def forward(
         convolved.kernels.image_statistics(values, statistics)
         count = synchronize_statistics(statistics, count, SyncGroup.named(spec.sync_group))
         matrix[VARIANCE].mul_(count / (count - 1))
-    norm, dtype = convolved.norm(norm_weight, norm_bias, matrix), getattr(torch, spec.output_dtype)
-    output = convolved.kernels.norm_activation_max_pool(values, norm, spec.activation, spec.pool, dtype)
+    input, dtype = convolved.norm_input(norm_weight, norm_bias, matrix), getattr(torch, spec.output_dtype)
+    output = convolved.kernels.norm_activation_max_pool(input, spec.pool, dtype)
     return [output, matrix, *([count] if isinstance(count, Tensor) else [])]

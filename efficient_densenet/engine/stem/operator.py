@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 
 from ..._tensors import memory_format_of
-from ...kernels import kernels_for
-from ...kernels.interface import Kernels
 from ..operator import BackwardInputs, EngineNode, Operator
 from ..stage.second_order import plain_norm
 from .backward import backward
@@ -42,12 +40,7 @@ class StemOperator(Operator):
     name = "stem"
     inputs_schema, saved_schema = "Tensor[] running_statistics,", "Tensor x, Tensor statistics, Tensor? count,"
     inputs_type, saved_type, node = StemInputs, SavedStem, SharedStem
-
-    def decode(self, text: str) -> StemSpec:
-        return decode(text)
-
-    def kernels(self, spec: StemSpec, x: Tensor) -> Kernels:
-        return kernels_for(x, [spec.activation.name])
+    decode = staticmethod(decode)
 
     def compute(self, spec: StemSpec, inputs: StemInputs) -> list[Tensor]:
         norm_weight, norm_bias, weight, bias = inputs.parameters
@@ -62,8 +55,8 @@ class StemOperator(Operator):
         norm_weight, norm_bias, weight, bias = saved.parameters
         assert grad_output is not None  # or there would be no backward
         convolved = Convolved(spec, saved.x, weight, bias)
-        norm = convolved.norm(norm_weight, norm_bias, saved.statistics)
-        grad_input, *grads = backward(convolved, grad_output, norm, saved.count, needs_grad)
+        input = convolved.norm_input(norm_weight, norm_bias, saved.statistics)
+        grad_input, *grads = backward(convolved, grad_output, input, saved.count, needs_grad)
         return [None if grad_input is None else _like(saved.x, grad_input), *grads]
 
     def input_values(self, spec: StemSpec, shape: torch.Size, saved: SavedStem) -> Tensor:

@@ -51,6 +51,10 @@ class StemSpec(NamedTuple):
         return getattr(torch, self.dtype)
 
     @property
+    def activations(self) -> Sequence[str]:
+        return [self.activation.name]
+
+    @property
     def num_outputs(self) -> int:
         return 1
 

@@ -54,7 +54,7 @@ class Launches(launches.Launches):
             openmp.run(kernel, threads, start + offset)
 
 
-def _argument(recorder: launches.LaunchRecorder, each: Tensor | Within) -> launches.Argument | int:
+def _argument(recorder: launches.LaunchRecorder, each: Tensor | Within) -> launches.Place | int | None:
     """The place of an address among a kernel's arguments; 0 for a tensor without elements."""
     if isinstance(each, Within):
         return recorder.argument(each.tensor, each.offset)

@@ -19,6 +19,7 @@ from ...interface import (
     Conv1x1,
     GradAccumulator,
     Gradients,
+    ImageConv,
     StatisticsOutput,
 )
 from ...portable import halved
@@ -115,44 +116,33 @@ def conv1x1_backward(
     return _conv_backward(grad_output, input, weight, accumulator, next_bottleneck=next_bottleneck)
 
 
-def conv3x3_forward(
-    input: AffineInput,
-    weight: Tensor,
-    shape: torch.Size,
-    dilation: int = 1,
-    statistics: StatisticsOutput | None = None,
-) -> Tensor:
+def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
+    input, weight, shape, dilation = conv
     if not _supported(input, weight):
-        return portable.conv3x3_forward(input, weight, shape, dilation, statistics)
+        return portable.conv3x3_forward(conv, statistics)
     output, halo = weight.new_empty(len(input.values), weight.shape[0]), tiling.halo(shape, dilation)
     return _conv_forward(input, weight, output, statistics, arguments.Images.of(shape), dilation, halo=halo)
 
 
-def conv3x3_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-    dilation: int = 1,
-) -> Gradients:
+def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
+    input, weight, shape, dilation = conv
     if not _supported(input, weight):
-        return portable.conv3x3_backward(grad_output, input, weight, accumulator, shape, dilation)
+        return portable.conv3x3_backward(grad_output, conv, accumulator)
     return _conv_backward(grad_output, input, weight, accumulator, arguments.Images.of(shape), dilation)
 
 
-def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
+def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
+    input, weight, shape, _ = conv
     if not _supported(input, weight):
-        return portable.pooled_conv1x1_forward(input, weight, shape)
+        return portable.pooled_conv1x1_forward(conv)
     output, window = weight.new_empty(halved(shape).numel(), weight.shape[0]), 2 ** (len(shape) - 1)
     return _conv_forward(input, weight, output, images=arguments.Images.of(shape), window=window)
 
 
-def pooled_conv1x1_backward(
-    grad_output: Tensor, input: AffineInput, weight: Tensor, accumulator: GradAccumulator, shape: torch.Size
-) -> Gradients:
+def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
+    input, weight, shape, _ = conv
     if not _supported(input, weight):
-        return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
+        return portable.pooled_conv1x1_backward(grad_output, conv, accumulator)
     if accumulator.overwrite and any(side % 2 for side in shape[1:]):
         accumulator.grad_accum.zero_()  # the last pixels of an odd side are in no window
     window = 2 ** (len(shape) - 1)

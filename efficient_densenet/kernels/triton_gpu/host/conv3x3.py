@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import candidates
-from ...interface import AffineInput, GradAccumulator, Gradients, StatisticsOutput
+from ...interface import GradAccumulator, Gradients, ImageConv, StatisticsOutput
 from ..device import conv3x3_kernels
 from .common import (
     FINISHING_TILE,
@@ -63,15 +63,10 @@ def is_for_triton(weight: Tensor, shape: torch.Size, dilation: int = 1) -> bool:
     return 0 < shape.numel() <= MAX_PIXELS and dilation * (shape[2] + 1) <= MAX_PIXELS
 
 
-def forward(
-    input: AffineInput,
-    weight: Tensor,
-    shape: torch.Size,
-    dilation: int = 1,
-    statistics: StatisticsOutput | None = None,
-) -> Tensor:
+def forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
     """The output, (pixels, out_channels); writes its statistics, where they are requested."""
-    (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
+    shape, dilation, weight = conv.shape, conv.dilation, _channels_last(conv.weight)
+    values, vectors, constants = input_arguments(conv.input)
     (num_rows, channels), out_channels = values.shape, weight.shape[0]
     products = product_precision(weight)
     tile = forward_tile(out_channels, products, num_rows, device_limits(values.device))
@@ -95,39 +90,30 @@ def forward(
     return output
 
 
-def backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-    dilation: int = 1,
-) -> Gradients:
+def backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """Accumulates the gradient of the input; returns the gradients of the parameters."""
+    norm, weight = conv.input.norm, conv.weight
     grad_output = with_contiguous_rows(grad_output.to(weight.dtype))
     has_own_sums = accumulator.overwrite and accumulator.sums is not None
     if candidates.GRAD_INPUT_FINISHES and has_own_sums and accumulator.needs_grad_weight:
-        partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
+        partial_grad_weight = _grad_weight(grad_output, conv)
         shapes = weight.shape[1:2], weight.shape[1:2], weight.shape
         grads = Gradients(*[weight.new_empty(each, dtype=torch.float32) for each in shapes])
-        _grad_input(grad_output, input, weight, accumulator, shape, dilation, grads, partial_grad_weight)
+        _grad_input(grad_output, conv, accumulator, grads, partial_grad_weight)
         return grads
-    partial_sums = _grad_input(grad_output, input, weight, accumulator, shape, dilation)
+    partial_sums = _grad_input(grad_output, conv, accumulator)
     if not accumulator.needs_grad_weight:
-        return finish_backward(input.norm, accumulator.sums, partial_sums)
-    partial_grad_weight = _grad_weight(grad_output, input, shape, dilation)
+        return finish_backward(norm, accumulator.sums, partial_sums)
+    partial_grad_weight = _grad_weight(grad_output, conv)
     # Contiguous, whatever the memory format of the weight: the stage's operator promises that.
     grad_weight = weight.new_empty(weight.shape, dtype=torch.float32)
-    return finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps=9)
+    return finish_backward(norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps=9)
 
 
 def _grad_input(
     grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
+    conv: ImageConv,
     accumulator: GradAccumulator,
-    shape: torch.Size,
-    dilation: int,
     grads: Gradients | None = None,
     partial_grad_weight: Tensor | None = None,
 ) -> Tensor:
@@ -135,6 +121,7 @@ def _grad_input(
 
     Also writes the gradients of the parameters to `grads`, if they are given.
     """
+    input, weight, shape, dilation = conv
     (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
     grad_accum = accumulator.grad_accum
     (num_rows, channels), limits = values.shape, device_limits(values.device)
@@ -160,9 +147,9 @@ def _grad_input(
     return partial_sums
 
 
-def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dilation: int) -> Tensor:
+def _grad_weight(grad_output: Tensor, conv: ImageConv) -> Tensor:
     """The weight's gradient of each split of the rows, (splits, out_channels, 9, channels)."""
-    (values, vectors, constants), out_channels = input_arguments(input), grad_output.shape[1]
+    (values, vectors, constants), out_channels = input_arguments(conv.input), grad_output.shape[1]
     (num_rows, channels), products = values.shape, product_precision(grad_output)
     tile = grad_weight_tile(out_channels, products)
     tiles = cdiv(9 * out_channels, tile["BLOCK_COLUMNS"]), cdiv(channels, tile["BLOCK_CHANNELS"])
@@ -170,7 +157,7 @@ def _grad_weight(grad_output: Tensor, input: AffineInput, shape: torch.Size, dil
     programs = 2 * device_limits(values.device).multiprocessors
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], math.prod(tiles), programs, min_tiles=4)
     partial_grad_weight = values.new_empty(splits, out_channels, 9, channels, dtype=torch.float32)
-    sizes = num_rows, channels, *shape[1:], dilation, grad_output.stride(0), values.stride(0)
+    sizes = num_rows, channels, *conv.shape[1:], conv.dilation, grad_output.stride(0), values.stride(0)
     constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))

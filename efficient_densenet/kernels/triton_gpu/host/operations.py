@@ -21,6 +21,7 @@ from ...interface import (
     Conv1x1,
     GradAccumulator,
     Gradients,
+    ImageConv,
     StatisticsOutput,
 )
 from ...portable import to_pixel_matrix, to_spatial
@@ -128,73 +129,49 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return rounded_to_tf32(arranged) if arranged and are_rounded(product_precision(arranged[0])) else arranged
 
 
-def conv3x3_forward(
-    input: AffineInput,
-    weight: Tensor,
-    shape: torch.Size,
-    dilation: int = 1,
-    statistics: StatisticsOutput | None = None,
-) -> Tensor:
-    if conv3x3.is_for_triton(weight, shape, dilation):
-        return conv3x3.forward(input, weight, shape, dilation, statistics)
-    output = _cudnn_conv(input, weight, shape, pool=1, dilation=dilation)
+def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
+    if conv3x3.is_for_triton(*conv[1:]):
+        return conv3x3.forward(conv, statistics)
+    output = _cudnn_conv(conv, pool=1)
     if statistics is not None:
         batch_statistics(output, statistics)
     return output
 
 
-def conv3x3_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-    dilation: int = 1,
-) -> Gradients:
-    if conv3x3.is_for_triton(weight, shape, dilation):
-        return conv3x3.backward(grad_output, input, weight, accumulator, shape, dilation)
-    return _cudnn_conv_backward(grad_output, input, weight, accumulator, shape, pool=1, dilation=dilation)
+def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
+    if conv3x3.is_for_triton(*conv[1:]):
+        return conv3x3.backward(grad_output, conv, accumulator)
+    return _cudnn_conv_backward(grad_output, conv, accumulator, pool=1)
 
 
-def pooled_conv1x1_forward(input: AffineInput, weight: Tensor, shape: torch.Size) -> Tensor:
-    if len(shape) != 3:
-        return portable.pooled_conv1x1_forward(input, weight, shape)
-    return _cudnn_conv(input, weight[:, :, None, None], shape, pool=2)
+def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
+    if len(conv.shape) != 3:
+        return portable.pooled_conv1x1_forward(conv)
+    return _cudnn_conv(conv._replace(weight=conv.weight[:, :, None, None]), pool=2)
 
 
-def pooled_conv1x1_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-) -> Gradients:
-    if len(shape) != 3:
-        return portable.pooled_conv1x1_backward(grad_output, input, weight, accumulator, shape)
-    grads = _cudnn_conv_backward(grad_output, input, weight[:, :, None, None], accumulator, shape, pool=2)
+def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
+    if len(conv.shape) != 3:
+        return portable.pooled_conv1x1_backward(grad_output, conv, accumulator)
+    of_images = conv._replace(weight=conv.weight[:, :, None, None])
+    grads = _cudnn_conv_backward(grad_output, of_images, accumulator, pool=2)
     return grads if grads.conv_weight is None else grads._replace(conv_weight=grads.conv_weight.flatten(1))
 
 
-def _cudnn_conv(input: AffineInput, weight: Tensor, shape: torch.Size, pool: int, dilation: int = 1) -> Tensor:
+def _cudnn_conv(conv: ImageConv, pool: int) -> Tensor:
     """The convolution of the activation, or of its average over pool × pool pixels: (pixels, out_channels)."""
-    conv = DIMENSIONS[len(shape) - 1].conv
+    input, weight, shape, dilation = conv
+    function = DIMENSIONS[len(shape) - 1].conv
     padding = weight.shape[-1] // 2 * dilation
     outputs = [
-        to_pixel_matrix(conv(activation, weight, padding=padding, dilation=dilation))
+        to_pixel_matrix(function(activation, weight, padding=padding, dilation=dilation))
         for _, _, activation in _activation_tiles(input, weight.dtype, shape, pool)
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _cudnn_conv_backward(
-    grad_output: Tensor,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    shape: torch.Size,
-    pool: int,
-    dilation: int = 1,
-) -> Gradients:
+def _cudnn_conv_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator, pool: int) -> Gradients:
+    input, weight, shape, dilation = conv
     grad_weight, partial_sums = None, []
     for tile, output_tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
         output_shape = torch.Size([len(activation), *activation.shape[2:]])

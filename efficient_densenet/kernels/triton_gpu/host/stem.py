@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...._tensors import memory_format_of
 from ... import stem as portable_stem
-from ...activations import ActivationSpec
-from ...interface import BatchNormAffine, Gradients, StatisticsOutput
+from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
 from ...max_pooling import MaxPool
 from ..device import stem_kernels
 from .common import (
@@ -64,11 +63,10 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     return combine_statistics(stats, block_rows, num_rows, statistics)
 
 
-def norm_activation_max_pool(
-    values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool, dtype: torch.dtype
-) -> Tensor:
+def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> Tensor:
+    values, norm, activation = input
     if not supports(values.shape, pool):
-        return portable_stem.norm_activation_max_pool(values, norm, activation, pool, dtype)
+        return portable_stem.norm_activation_max_pool(input, pool, dtype)
     output = _empty_pooled(values, pool, dtype)
     constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     num_rows, sizes = _rows(output), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
@@ -78,12 +76,11 @@ def norm_activation_max_pool(
     return output
 
 
-def norm_activation_max_pool_reduce(
-    grad_output: Tensor, values: Tensor, norm: BatchNormAffine, activation: ActivationSpec, pool: MaxPool
-) -> tuple[Tensor, Gradients]:
+def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, pool: MaxPool) -> tuple[Tensor, Gradients]:
     """The indices are the positions of the maxima within their windows."""
+    values, norm, activation = input
     if not supports(values.shape, pool):
-        return portable_stem.norm_activation_max_pool_reduce(grad_output, values, norm, activation, pool)
+        return portable_stem.norm_activation_max_pool_reduce(grad_output, input, pool)
     indices = _empty_pooled(values, pool, torch.int8)
     constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     num_rows, channels = _rows(indices), values.shape[1]
@@ -99,19 +96,11 @@ def norm_activation_max_pool_reduce(
 
 
 def norm_activation_max_pool_backward(
-    grad_output: Tensor,
-    indices: Tensor,
-    values: Tensor,
-    norm: BatchNormAffine,
-    activation: ActivationSpec,
-    pool: MaxPool,
-    sums: Gradients,
-    count: int,
+    grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
 ) -> None:
+    values, norm, activation = input
     if not supports(values.shape, pool):
-        return portable_stem.norm_activation_max_pool_backward(
-            grad_output, indices, values, norm, activation, pool, sums, count
-        )
+        return portable_stem.norm_activation_max_pool_backward(grad_output, indices, input, pool, sums, count)
     constants = _constants(values, _TILE) | _pool_constants(pool) | activation_constants(activation)
     constants["FROZEN"] = norm.frozen
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
