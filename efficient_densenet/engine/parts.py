@@ -7,7 +7,7 @@ first seen, and again when anything inside it has changed.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -129,7 +129,6 @@ class ConsumerParts:
 
 BlockReader = Callable[[nn.Module], BlockParts]
 ConsumerReader = Callable[[nn.Module], ConsumerParts | None]
-Reader = TypeVar("Reader", BlockReader, ConsumerReader)
 
 NORMS: tuple[type[nn.Module], ...] = (
     *classes("BatchNorm"),
