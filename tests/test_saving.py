@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engine import choose
 from efficient_densenet.memory import predict, saved_bytes, set_memory_budget, tensor_peak
 from efficient_densenet.memory.step import MetaModel
 
@@ -92,23 +91,6 @@ def test_where_none_is_saved():
     budgeted = _ours()
     set_memory_budget(budgeted, predict(_ours(keep_bottleneck=False), SIZE).total, SIZE)
     assert all(layer.keep_bottleneck is not None for layer in budgeted.features.denseblock3.children())
-
-
-@pytest.mark.parametrize("kernels", ["", "portable"])
-def test_a_stage_of_few_pixels_is_small_and_fast_in_plain_modules(kernels, monkeypatch):
-    if kernels:
-        monkeypatch.setattr("efficient_densenet.kernels.numba_supports", lambda values: False)
-    model = DenseNet(32, (1, 2), 0.5, 64, num_classes=5, small_inputs=True)
-    block, taken = model.features.denseblock2, "plain"
-    for batch in (1, 2):  # of 2 × 2 pixels there, of at most 7
-        x = torch.randn(batch, 3, 4, 4)
-        assert choose.describe_plan(block, torch.randn(batch, 48, 2, 2)).startswith(taken)
-        plain = copy.deepcopy(model).double()
-        plain.set_engine(False)
-        assert_same_step(copy.deepcopy(model).double(), plain, x.double())
-        taken = "shared"
-    model.set_engine("shared")
-    assert choose.describe_plan(block, torch.randn(1, 48, 2, 2)).startswith("shared")
 
 
 def test_all_are_saved_where_they_are_small_beside_the_weights():

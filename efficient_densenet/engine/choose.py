@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.fx import Proxy
 
 from .. import kernels
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._tensors import compute_dtype, device_type
+from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active
 from ..checkpoint.parameters import parameters_of
 from ..norms.sync_batch_norm import sync_group
@@ -225,7 +225,7 @@ def _best_plan(block: EngineBlock, x: Tensor, consumer: nn.Module | None, reques
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
     plan, reason = _plan_by(best, block, x, consumer, request)
     if plan is not None:
-        return BlockPlan(Engine.PLAIN) if _is_faster_plain(cast(StagePlan, plan.stage), x) else plan
+        return plan
     if torch.compiler.is_compiling():
         may_recompute = block.why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
@@ -234,17 +234,6 @@ def _best_plan(block: EngineBlock, x: Tensor, consumer: nn.Module | None, reques
     )
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
-
-
-def _is_faster_plain(stage: StagePlan, x: Tensor) -> bool:
-    """Whether the plain modules of a stage save hardly anything on x, and take less time, as `saving` has it.
-
-    On a GPU they launch more kernels. Processes that exchange statistics or parameters must all run the same engine.
-    """
-    alone = stage.spec.sync_group is None and not stage.sharded and not torch.compiler.is_compiling()
-    if not alone or device_type(x) != "cpu":
-        return False
-    return x.shape[0] * x.shape[2:].numel() <= saving.PLAIN_VALUES * stage.plain_pixels
 
 
 def _plan_by(

@@ -5,7 +5,7 @@ have saved is freed by then, and so they may save as much as lies between their 
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
 
 On few pixels a step holds little but weights and their gradients, and takes the time of reading them. All bottlenecks
-are saved where they take no more than the weights. A stage whose plain modules save hardly anything runs them.
+are saved where they take no more than the weights.
 """
 
 import math
@@ -18,13 +18,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
-from .parts import LayerParts, NoPartsError, consumer_parts, parts_of
+from .parts import NoPartsError, consumer_parts, parts_of
 
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
-
-PLAIN_VALUES = 1 / 16
-"""A stage's plain modules run on a CPU if they save at most this multiple of its weights' values."""
 
 
 class BlockSizes(NamedTuple):
@@ -142,11 +139,3 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
             counts[i] += 1
             spare[i:] = [each - size for each in spare[i:]]
     return counts
-
-
-def plain_pixels(layers: Sequence[LayerParts]) -> float:
-    """The pixels of a batch for which the plain modules of these layers save as many values as the weights of their
-    convolutions have: a norm's input and its output for each."""
-    weights = [conv.weight for layer in layers for conv in layer.convolutions]
-    saved = 2 * sum(weight.shape[1] for weight in weights)
-    return sum(weight.numel() for weight in weights) / saved if saved else 0.0

@@ -13,7 +13,6 @@ from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..operator import run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, Place, activation_spec, place_of
-from ..saving import plain_pixels
 from ..sharded import run_inside
 from .block_features import remember_features, stored_features
 from .forward import StageInputs
@@ -42,7 +41,6 @@ class StagePlan:
         places: where the parameters of the modules are, four for each norm, as in `NormConv`, then running_mean and
             running_var of each frozen norm.
         sharded: the modules that the stage runs inside of.
-        plain_pixels: the pixels of a batch up to which the plain modules save no more than the weights have.
         dropouts: the function, the rate and the position of the weight before it, for each layer with dropout.
     """
 
@@ -55,7 +53,6 @@ class StagePlan:
         formats: StageFormats,
     ) -> None:
         self.spec = _read_spec(block, consumer, x, return_features, formats)
-        self.plain_pixels = plain_pixels(block.layers)
         self.sharded, self.after = block.sharded, None if consumer is None else consumer.after
         units = [unit for layer in block.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
         units += [] if consumer is None else [(consumer.norm, consumer.conv)]
