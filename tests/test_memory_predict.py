@@ -102,6 +102,7 @@ def test_convolutions_that_pytorch_computes_by_im2col():
     _compare(nn.Conv2d(16, 24, 3, padding=2, dilation=2).double(), (4, 16, 16, 16), None, 0.02)
     _compare(nn.Conv2d(16, 24, 3, padding=1), (1, 16, 16, 16), None, 0.02)
     _compare(nn.Conv3d(16, 24, 3, padding=1), (1, 16, 8, 8, 8), None, 0.02)
+    _compare(nn.Conv1d(16, 24, 7, padding=3), (1, 16, 64), None, 0.02)
 
 
 def test_inference_takes_what_was_predicted():

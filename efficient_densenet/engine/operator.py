@@ -60,8 +60,7 @@ class Operator:
 
     A subclass defines the computation. Its inputs are a named tuple of x, the parameters and further tensors without
     gradients; `saved` is a named tuple of what the backward reads, the parameters last. A field is a tensor or a
-    list of tensors. A specification has the attributes `encoded`, `activations`, `num_outputs`
-    and `has_count`.
+    list of tensors. A specification has the attributes `encoded`, `activations`, `num_outputs` and `has_count`.
 
     Attributes:
         decode: returns the specification whose `encoded` is a string.

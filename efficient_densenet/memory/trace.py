@@ -196,11 +196,12 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
 
 
 def _by_im2col(images: Tensor, weight: Tensor) -> bool:
-    """Whether PyTorch convolves by im2col: without oneDNN, and in float32 one small image, and few images by a single
-    thread with a 1×1 weight."""
+    """Whether PyTorch convolves by im2col: without oneDNN, and in float32 one small image, unless the last two sides of
+    the weight are above 3 (a signal is an image of one row), and few images by a single thread with a 1×1 weight."""
     if not onednn_supports(weight.dtype):
         return True
-    is_small = images.shape[:4].numel() <= SINGLE_IMAGE and len(images) == 1 and min(weight.shape[2:]) <= 3
+    height, width = [1, *weight.shape[2:]][-2:]
+    is_small = images.shape[:4].numel() <= SINGLE_IMAGE and len(images) == 1 and min(height, width) <= 3
     is_pointwise = weight[0, 0].numel() == 1
     return weight.dtype is torch.float32 and (
         is_small or (is_pointwise and len(images) < 16 and torch.get_num_threads() == 1)
