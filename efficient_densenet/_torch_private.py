@@ -6,7 +6,7 @@ one is lost, and says so. `tests/test_torch_private.py` tests each function, and
 
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -91,6 +91,19 @@ def tensor_hooks(tensor: Tensor) -> dict | None:
     """Return the dict of a tensor's `register_hook` hooks. Clearing the dict disables the hooks."""
     return tensor._backward_hooks
 
+
+def hooked_leaves(tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the tensors, by their positions, whose hooks an autograd.Function would remove by saving them.
+
+    Before PyTorch 2.10, this happens to leaves inside `saved_tensors_hooks`, such as those of `torch.utils.checkpoint`:
+    a saved leaf is unpacked as another tensor, which clears the hooks of both when it is freed.
+    """
+    if not _UNPACKING_CLEARS_HOOKS:
+        return {}
+    return {i: each for i, each in enumerate(tensors) if each is not None and each.is_leaf and tensor_hooks(each)}
+
+
+_UNPACKING_CLEARS_HOOKS = torch.__version__ < "2.10"
 
 _GLOBAL_HOOKS = tuple(f"_global_{kind}_hooks" for kind in ("forward_pre", "forward", "backward_pre", "backward"))
 for _name in _GLOBAL_HOOKS:

@@ -1,21 +1,27 @@
 """Hooks on a model and its modules fire once, with the values of plain."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers import (
     MEMORY_EFFICIENT,
+    assert_all_close,
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
+    assert_same_values,
     random_images,
     small_model,
     with_engine,
 )
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from efficient_densenet.checkpoint import checkpoint
 from efficient_densenet.engine import choose
 from efficient_densenet.models.backbone import MAPS
 
@@ -37,6 +43,18 @@ PLACES: dict[str, tuple[dict, list[str]]] = {
     },
 }
 """Settings of a network, and its modules with hooks."""
+
+
+def _offloaded(model: nn.Module, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        return model(x)
+
+
+SAVED_TENSORS_HOOKS = {
+    "torch.utils.checkpoint": functools.partial(torch_checkpoint, use_reentrant=False),
+    "checkpoint": checkpoint,
+    "save_on_cpu": _offloaded,
+}
 
 
 def _tensors(*values) -> Iterator[Tensor]:
@@ -138,6 +156,25 @@ def test_hooks_of_parameters_and_of_features(engine):
     for actual, expected, old in zip(efficient.parameters(), plain.parameters(), before, strict=True):
         assert_close(actual.detach(), expected.detach())
         assert expected.grad is None or not torch.equal(actual, old)
+
+
+@pytest.mark.parametrize("hooks", SAVED_TENSORS_HOOKS)
+def test_hooks_of_parameters_stay_where_saved_tensors_have_hooks(hooks):
+    """PyTorch before 2.10 removes them from the parameters that an autograd.Function saves."""
+    family = "imagenet" if hooks == "save_on_cpu" else "bc"
+    plain, x = small_model(family, efficient=False), random_images(family, 2)
+    models, run = (with_engine(plain, "shared"), plain), SAVED_TENSORS_HOOKS[hooks]
+    for parameter in (each for model in models for each in model.parameters()):
+        parameter.register_hook(lambda grad: grad * 3 + 1)
+    for _ in range(2):
+        assert_same_values(*(functools.partial(run, model) for model in models), x)
+        assert_same_gradients(*models)
+    grads = []
+    for model in models:
+        weights = [each for each in model.parameters() if each.dim() == 4]
+        first = torch.autograd.grad(run(model, x).square().sum(), weights, create_graph=True)
+        grads.append(torch.autograd.grad(sum(grad.square().sum() for grad in first), weights))
+    assert_all_close(*grads)
 
 
 def test_training_step_within_forward_and_backward_hooks():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
-from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient
+from .._torch_private import below_autograd, has_dispatch_mode, hooked_leaves, is_batched_gradient
 from ..kernels import kernels_for
 from .recording import programs
 
@@ -229,6 +229,7 @@ class EngineNode(torch.autograd.Function):
     gradients.
 
     `edge` is a list of one `Edge` of x, or of None where x requires no gradient: a list, since it is no input.
+    `ctx.hooked` are the parameters whose values are saved in their place.
     """
 
     @staticmethod
@@ -238,7 +239,10 @@ class EngineNode(torch.autograd.Function):
         results = operator.forward(spec, inputs)
         computed = results[spec.num_outputs :]
         saved = operator.to_save(spec, inputs, computed)
-        ctx.operator, ctx.spec, (ctx.edge,) = operator, spec, edge
+        ctx.operator, ctx.spec, (ctx.edge,), ctx.hooked = operator, spec, edge, hooked_leaves(saved.parameters)
+        if ctx.hooked:
+            parameters = [each.detach() if i in ctx.hooked else each for i, each in enumerate(saved.parameters)]
+            saved = saved._replace(parameters=parameters)
         ctx.shape = torch.Size([inputs.x.shape[0], *inputs.x.shape[2:]])
         ctx.sizes = [None if field is None or isinstance(field, Tensor) else len(field) for field in saved]
         ctx.save_for_backward(*_flat(saved))
@@ -259,7 +263,8 @@ class EngineNode(torch.autograd.Function):
             x = operator.input_values(spec, ctx.shape, saved)
             x = x if ctx.edge is None else Connected.apply(ctx.edge, x)
             with autocast_disabled(x):
-                function, inputs = partial(operator.plain, spec, saved), [x, *saved.parameters]
+                parameters = [ctx.hooked.get(i, each) for i, each in enumerate(saved.parameters)]
+                function, inputs = partial(operator.plain, spec, saved), [x, *parameters]
                 grads = _differentiable_gradients(function, inputs, grad_outputs)
         else:
             grads = operator.backward(spec, BackwardInputs(grad_outputs, ctx.shape, saved, ctx.needs_input_grad[4:]))

@@ -148,7 +148,7 @@ class _SyncedBatchNormFunction(torch.autograd.Function):
         var, mean = torch.var_mean(values, _all_but_channels(x), correction=0)
         mean, var, count = group.statistics(mean, var, x.shape[0] * x.shape[2:].numel())
         inv_std = (var + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, inv_std, count)
+        ctx.save_for_backward(x, weight.detach(), mean, inv_std, count)  # hooks of a saved parameter may be lost
         ctx.group = group
         output = _normalize(x, mean, inv_std) * _per_channel(weight, x) + _per_channel(bias, x)
         ctx.mark_non_differentiable(mean, var, count)
