@@ -92,15 +92,15 @@ def tensor_hooks(tensor: Tensor) -> dict | None:
     return tensor._backward_hooks
 
 
-def hooked_leaves(tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
-    """Return the tensors, by their positions, whose hooks an autograd.Function would remove by saving them.
+def leaves_not_to_save(tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
+    """Return the tensors, by their positions, whose hooks would be lost if an autograd.Function saved them.
 
     Before PyTorch 2.10, this happens to leaves inside `saved_tensors_hooks`, such as those of `torch.utils.checkpoint`:
     a saved leaf is unpacked as another tensor, which clears the hooks of both when it is freed.
     """
     if not _UNPACKING_CLEARS_HOOKS:
         return {}
-    return {i: each for i, each in enumerate(tensors) if each is not None and each.is_leaf and tensor_hooks(each)}
+    return {i: each for i, each in enumerate(tensors) if each is not None and each.is_leaf}
 
 
 _UNPACKING_CLEARS_HOOKS = torch.__version__ < "2.10"

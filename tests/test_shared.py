@@ -6,15 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    assert_all_close,
     assert_same_buffers,
     assert_same_step,
     nodes_of,
+    plan_stage,
     random_images,
     small_model,
     use_kernels,
     with_engine,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
 from efficient_densenet.engine import choose
@@ -59,6 +61,26 @@ def test_an_eps_with_which_batch_norm_raises_raises_as_in_plain(name, eps, train
     assert (
         found == expected if isinstance(expected, str) else torch.allclose(found, expected, atol=1e-5, equal_nan=True)
     )
+
+
+@pytest.mark.parametrize("negates", ["x", "grad_output"])
+def test_views_that_negate_what_is_in_memory(negates):
+    """Those of the imaginary part of a conjugate, with one channel, so that a matrix of pixels is a view too."""
+
+    def imaginary(values: Tensor) -> Tensor:
+        return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+    results, x = [], torch.randn(2, 1, 6, 4, dtype=torch.double)
+    consumer = nn.Sequential(nn.BatchNorm2d(7), nn.ReLU(), nn.Conv2d(7, 1, 1))
+    model = nn.Sequential(DenseBlock(2, 1, 3, 2, 0.0, "plain"), consumer).double()
+    for run in (lambda x: plan_stage(*model, x).run(x)[0], model):
+        for _ in range(3):
+            model.zero_grad()
+            output = run(imaginary(x) if negates == "x" else x)
+            grad_output = output.detach().sin()
+            output.backward(imaginary(grad_output) if negates == "grad_output" else grad_output)
+        results.append([output, *(each.grad.clone() for each in model.parameters())])
+    assert_all_close(*results)
 
 
 def test_momentum_of_each_norm():

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._compilers import skipped_by_compilers
 from .._tensors import as_dtype, autocast_disabled
-from .._torch_private import below_autograd, has_dispatch_mode, hooked_leaves, is_batched_gradient
+from .._torch_private import below_autograd, has_dispatch_mode, is_batched_gradient, leaves_not_to_save
 from ..kernels import kernels_for
 from .recording import programs
 
@@ -179,12 +179,14 @@ class Operator:
         return [next(grads) if needed else None for needed in needs_grad]
 
     def _run_forward(self, spec: Any, inputs: Any) -> list[Tensor]:
+        inputs = inputs._replace(x=inputs.x.resolve_neg())  # kernels read memory, not a view that negates it
         return self._run(spec, inputs.x, (), _flat(inputs), lambda: self.compute(spec, inputs))
 
     def _run_backward(self, spec: Any, inputs: BackwardInputs) -> list[Tensor]:
         """The gradients that are needed, contiguous and in the dtype of the parameters."""
         grad_outputs, shape, saved, needs_grad = inputs
-        tensors = [*grad_outputs, *_flat(saved)]
+        grad_outputs = [grad if grad is None else grad.resolve_neg() for grad in grad_outputs]
+        inputs, tensors = inputs._replace(grad_outputs=grad_outputs), [*grad_outputs, *_flat(saved)]
         return self._run(spec, saved[0], (*needs_grad, shape), tensors, lambda: self._needed_gradients(spec, inputs))
 
     def _run(
@@ -229,7 +231,7 @@ class EngineNode(torch.autograd.Function):
     gradients.
 
     `edge` is a list of one `Edge` of x, or of None where x requires no gradient: a list, since it is no input.
-    `ctx.hooked` are the parameters whose values are saved in their place.
+    `ctx.leaves` are the parameters in whose place their values are saved.
     """
 
     @staticmethod
@@ -239,9 +241,9 @@ class EngineNode(torch.autograd.Function):
         results = operator.forward(spec, inputs)
         computed = results[spec.num_outputs :]
         saved = operator.to_save(spec, inputs, computed)
-        ctx.operator, ctx.spec, (ctx.edge,), ctx.hooked = operator, spec, edge, hooked_leaves(saved.parameters)
-        if ctx.hooked:
-            parameters = [each.detach() if i in ctx.hooked else each for i, each in enumerate(saved.parameters)]
+        ctx.operator, ctx.spec, (ctx.edge,), ctx.leaves = operator, spec, edge, leaves_not_to_save(saved.parameters)
+        if ctx.leaves:
+            parameters = [each.detach() if i in ctx.leaves else each for i, each in enumerate(saved.parameters)]
             saved = saved._replace(parameters=parameters)
         ctx.shape = torch.Size([inputs.x.shape[0], *inputs.x.shape[2:]])
         ctx.sizes = [None if field is None or isinstance(field, Tensor) else len(field) for field in saved]
@@ -263,7 +265,7 @@ class EngineNode(torch.autograd.Function):
             x = operator.input_values(spec, ctx.shape, saved)
             x = x if ctx.edge is None else Connected.apply(ctx.edge, x)
             with autocast_disabled(x):
-                parameters = [ctx.hooked.get(i, each) for i, each in enumerate(saved.parameters)]
+                parameters = [ctx.leaves.get(i, each) for i, each in enumerate(saved.parameters)]
                 function, inputs = partial(operator.plain, spec, saved), [x, *parameters]
                 grads = _differentiable_gradients(function, inputs, grad_outputs)
         else:
