@@ -191,7 +191,7 @@ def backward_inside_function_modes(loss: Tensor) -> None:
 
 def memory_key(tensor: Tensor) -> int:
     """Return the id of the storage of a tensor or its base, which is equal for tensors that share memory."""
-    base = tensor if tensor._base is None else tensor._base
+    base = base_of(tensor)
     try:
         return base.untyped_storage()._cdata
     except NotImplementedError:  # sparse and opaque tensors have no storage
@@ -206,9 +206,9 @@ def has_torch_dispatch(tensor_type: Any) -> bool:
     return tensor_type.__torch_dispatch__ is not _disabled_torch_dispatch
 
 
-def is_part_of_leaf(tensor: Tensor) -> bool:
-    """Return True for a leaf of the autograd graph, such as a parameter, and for a view of a leaf."""
-    return (tensor if tensor._base is None else tensor._base).is_leaf
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor of which `tensor` is a view, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 _len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack", SHARED, 1)

@@ -26,6 +26,7 @@ from third_party_models import (
     build,
     features_block,
     image_batch,
+    plain_reference,
 )
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
@@ -556,6 +557,31 @@ def test_a_hook_on_all_modules_sees_the_layers(register):
         seen.append(here)
     assert seen[0] == seen[1]
     assert "features.denseblock2.denselayer1.conv2" in seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:falling back", "ignore:Full backward hook is firing")
+@pytest.mark.parametrize("engine", [True, "checkpoint"])
+@pytest.mark.parametrize("name", ["torchvision", "gpleiss"])
+def test_hooks_on_a_layer_get_the_arguments_that_its_block_gives_it(name, engine):
+    """A list of features, or each as an argument, though a layer may take their concatenation too."""
+
+    def double_first(module, args):
+        first, *others = args[0] if isinstance(args[0], list) else args
+        doubled = (first * 2, *others)
+        return (list(doubled),) if isinstance(args[0], list) else doubled
+
+    def tripled(module, grad_input, grad_output):
+        """Autograd hands a hook no gradients of a list."""
+        return None if grad_input[0] is None else tuple(grad * 3 for grad in grad_input)
+
+    model, x = build(name), image_batch(name)
+    plain = plain_reference(name, model)
+    for each in (model, plain):
+        layer = each.features.denseblock1.denselayer2
+        layer.register_forward_pre_hook(double_first)
+        layer.register_full_backward_hook(tripled)
+    make_efficient(model, engine)
+    assert_same_training(model, plain, x)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")

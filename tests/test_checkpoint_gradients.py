@@ -43,6 +43,22 @@ def test_gradient_penalty(run):
     assert_same_buffers(ours, plain)
 
 
+@pytest.mark.parametrize("view", [lambda x: x[0], lambda x: x.view(2, 8), lambda x: x.expand(2, 4, 4)])
+@pytest.mark.parametrize("where", ["outside", "inside"])
+def test_arguments_that_are_views_of_leaves_in_nested_checkpoints(where, view):
+    def grow(x):
+        return (x.sin() * x.cos()).exp()
+
+    leaf, grads = tensor(4, 4).requires_grad_(), []
+    for call in (plain_call, checkpoint):
+        if where == "outside":
+            output = call(lambda a, call=call: call(grow, a) * a, view(leaf))
+        else:
+            output = call(lambda a, call=call: call(grow, view(a)).sin() * a.sum(), leaf)
+        grads.append(torch.autograd.grad(output.square().sum(), leaf)[0])
+    assert_close(*grads)
+
+
 def _saving(*operations):
     """A context_fn that saves the results of these operations."""
     return functools.partial(create_selective_checkpoint_contexts, list(operations))

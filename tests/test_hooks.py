@@ -1,6 +1,8 @@
 """Hooks on a model and its modules fire once, with the values of plain."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -117,6 +119,20 @@ def test_hooks_in_inference_mode_after_a_training_step(hook_type):
     with torch.inference_mode():
         model.eval()(x)
     assert seen == [False, True]
+
+
+def _record_nothing(*_) -> None:
+    pass
+
+
+def test_a_model_with_hooks_is_pickled_after_a_checkpoint_has_wrapped_them():
+    model = small_model("bc", efficient="checkpoint")
+    norm = model.features.denseblock1.denselayer1.norm1
+    norm.register_forward_hook(_record_nothing)
+    model(random_images("bc")).sum().backward()
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        (hook,) = copied.features.denseblock1.denselayer1.norm1._forward_hooks.values()
+        assert hook is _record_nothing
 
 
 @pytest.mark.parametrize("module_name", ["", "features", *BLOCKS, "features.norm5"])

@@ -37,6 +37,22 @@ MEMORY_FORMATS = [torch.contiguous_format, torch.channels_last]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_norm_runs_as_a_module_and_then_in_a_stage_before_the_backward(momentum):
+    """Autograd has saved its running statistics then, of which PyTorch's batch norm keeps the versions."""
+    plain, x = small_model("bc", efficient=False), random_images("bc")
+    for norm in (each for each in plain.modules() if isinstance(each, nn.BatchNorm2d)):
+        norm.momentum = momentum
+    efficient = with_engine(plain, "shared")
+    for model in (efficient, plain):
+        features = x
+        for module in model.features.children():
+            features = module(features)
+        (features.square().sum() + model(x).square().sum()).backward()
+    assert_same_gradients(efficient, plain)
+    assert_same_buffers(efficient, plain)
+
+
 @pytest.mark.parametrize(*grid(kind=KINDS, memory_format=MEMORY_FORMATS, frozen=[True, False]))
 def test_arguments_are_neither_modified_nor_returned(kind, memory_format, frozen):
     """Neither in direct runs nor in replays."""

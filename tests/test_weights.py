@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 import torchvision
@@ -12,6 +13,7 @@ from keras_layout import as_keras
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model, load_weights
+from efficient_densenet.weights.load import model_arguments
 
 
 def _renamed(*pairs):
@@ -269,3 +271,11 @@ def test_three_channels_are_not_adapted():
     assert torch.equal(model.features.conv0.weight, source.features.conv0.weight)
     message = r"adapt_input is 'mean', but must be one of 'sum', 'repeat'"
     _refuses(message, model, source.state_dict(), adapt_input="mean")
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), None, "x", np.array(["a"])])
+def test_a_classifier_s_weight_that_is_no_matrix_is_refused_with_a_sentence(value):
+    state = small_model("bc").state_dict() | {"classifier.weight": value}
+    with pytest.raises(ValueError, match=r"classifier\.weight"):
+        load_weights(small_model("bc"), state)
+    assert "num_classes" not in model_arguments(state)

@@ -25,13 +25,14 @@ from .layers import run_layers, run_whole_layers
 from .sample import Sample, samples
 from .structure import (
     channels_read,
+    layers_in,
     looks_dense,
     patterns_by_calls,
     patterns_by_parts,
     read_block,
     with_calls,
 )
-from .trial import MODES, Trial, trial
+from .trial import MODES, Result, Trial, trial
 from .verified import Verified
 from .verify import Results, describe_difference, saved_values_per_pixel
 
@@ -142,10 +143,11 @@ def _with_calls(
     block_results: Results,
     reason: str | None,
 ) -> tuple[Sequence[ConnectionPattern], str | None]:
-    """The patterns with what the block's forward has called, without those of other layers than dense layers; and
-    `reason`, or the reason why there are no dense layers."""
+    """The patterns with what the block's forward has called, without those of other layers than dense layers, and
+    without those that call layers otherwise than it has, which their hooks would see; and `reason`, or the reason why
+    there are no dense layers."""
     runs = [each.calls for each in block_results if each.calls is not None]
-    by_calls, by_parts, failures = [each for each in patterns if each.layer_call], [], []
+    by_calls, by_parts, failures = [each for each in patterns if _calls_alike(block, each, block_results[0])], [], []
     for pattern in patterns:
         try:
             by_parts += [] if pattern.layer_call else [with_calls(block, pattern, runs)]
@@ -153,6 +155,15 @@ def _with_calls(
             failures.append(str(failure))
     possible = [*by_calls, *by_parts] if patterns[0].layer_call else [*by_parts, *by_calls]
     return possible, reason if by_parts or not failures else reason or failures[0]
+
+
+def _calls_alike(block: nn.Module, pattern: ConnectionPattern, result: Result) -> bool:
+    """Whether `pattern` calls whole layers, and passes the features to the last one as the block's forward does."""
+    call = pattern.layer_call
+    if call is None or pattern.is_layer:
+        return call is not None
+    as_called = call.separately, call.as_list
+    return result.features.get(layers_in(block)[-1], as_called) == as_called
 
 
 def update_norms_once(block: nn.Module) -> None:

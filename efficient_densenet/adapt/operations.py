@@ -30,6 +30,7 @@ class Recorder:
         counts: how often each operation with arithmetic has run, and each other call of a tensor by an author's code:
             reading its shape, dtype or strides, splitting it, registering a hook on its gradient.
         num_computed: how many operations with arithmetic have run, whether in `counts` or not.
+        features: whether each module was called with several tensors, and whether with a list.
     """
 
     def __init__(self, block: nn.Module | None = None) -> None:
@@ -38,6 +39,7 @@ class Recorder:
         self._depth = 0
         self.counts: Counter[str] = Counter()
         self.num_computed = 0
+        self.features: dict[nn.Module, tuple[bool, bool]] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Recorder":
@@ -52,6 +54,8 @@ class Recorder:
         self._stack.close()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
+        several = len(args) > 1 and all(isinstance(each, Tensor) for each in args)
+        self.features[module] = several, bool(args) and isinstance(args[0], list | tuple)
         if module in self._leaves:
             if not self._depth:
                 self.calls.append(module)

@@ -8,7 +8,7 @@ other rates of dropout.
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -77,8 +77,8 @@ class Result(NamedTuple):
         gradients: the gradients of the input and of each parameter; None for no gradient.
         states: the states of random generators, and the buffers.
         operations: how often each operation ran in the forward.
-        calls: as in `Recorder`; None if the forward raised an error.
         recomputes: whether batch norms that train ran in the backward too, as in a library's own checkpointing.
+        calls, features: as in `Recorder`; None and empty if the forward raised an error.
     """
 
     mode: Mode
@@ -88,6 +88,7 @@ class Result(NamedTuple):
     operations: Counter[str]
     recomputes: bool
     calls: Sequence[Call] | None = None
+    features: Mapping[nn.Module, tuple[bool, bool]] = {}
 
 
 class Trial:
@@ -144,7 +145,7 @@ class Trial:
         states += random_states(x.device)
         states += [buffer for module in self.module.modules() for buffer in module._buffers.values()]
         gradients = [x.grad, *(parameter.grad for parameter in tensors.parameters.values())]
-        return Result(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls)
+        return Result(mode, values, gradients, states, recorder.counts, recomputes, recorder.calls, recorder.features)
 
     def input(self, mode: Mode, sample: Sample) -> Tensor:
         parameter = next(self.module.parameters())

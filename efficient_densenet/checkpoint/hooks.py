@@ -37,6 +37,10 @@ class FireOnceHook:
             raise AttributeError(name)  # copy and pickle ask for attributes before they are set
         return getattr(self.hook, name)
 
+    def __reduce__(self) -> tuple:
+        """Copies and pickles have the hook itself, which a checkpoint wraps again."""
+        return _identity, (self.hook,)
+
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         if is_recomputing() and not self.affects_computation:
             return None
@@ -76,8 +80,8 @@ def may_stop_early(modules: Iterable[nn.Module]) -> bool:
     return not any(module._forward_hooks and not is_managed_by_fsdp(module) for module in modules)
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
+def _identity(value: Any) -> Any:
+    return value
 
 
 def _snapshot(module: nn.Module, args: tuple) -> tuple:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .._recompute_mode import checkpointed_forward, in_user_context, recomputing
-from .._torch_private import is_part_of_leaf, tensor_hooks, top_saved_tensors_hooks
+from .._torch_private import base_of, tensor_hooks, top_saved_tensors_hooks
 from .module_state import ModuleState, modules_restored
 from .states import GeneratorStates, default_generators, host_generators
 
@@ -64,6 +64,8 @@ class RecomputableCall:
         self.function, self.spec, self.options, self.is_forward = function, spec, options, True
         self.error: BaseException | None = None
         self.states = [ModuleState(module) for module in modules]
+        tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self.bases = [base_of(each) for each in tensors if base_of(each) is not each]
         hosts = host_generators() if any(state.has_hooks() for state in self.states) else ()
         generators = [*default_generators(leaves), *options.generators, *hosts] if options.preserve_rng_state else ()
         self.generators = GeneratorStates(generators)
@@ -95,11 +97,11 @@ class RecomputableCall:
 
     def _run(self, args: tuple, kwargs: dict[str, Any], before_random_operation: Callable[[], None]) -> Any:
         if self.options.context_fn is None:
-            with parameters_saved():
+            with parameters_saved(self.bases):
                 return self.function(*args, **kwargs)
         restores = self.options.preserve_rng_state
         random_operations = _RandomOperations(before_random_operation) if restores else nullcontext()
-        with in_user_context(), parameters_saved(), random_operations:
+        with in_user_context(), parameters_saved(self.bases), random_operations:
             return self.function(*args, **kwargs)
 
     def _save_random_state(self) -> None:
@@ -123,12 +125,13 @@ class _RandomOperations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parameters_saved() -> AbstractContextManager:
+def parameters_saved(bases: Sequence[Tensor]) -> AbstractContextManager:
     """Return a context in which leaves that require a gradient, such as parameters, and views of them are saved.
 
     Saving them takes no memory, and a backward then uses them as without checkpointing: it has the values that a hook
     has put back since the forward, and notices a change in place. All other tensors go to the hooks around, which are
-    those of `torch.utils.checkpoint`.
+    those of `torch.utils.checkpoint`; so do views of `bases`, of which arguments are views: in a recomputation inside
+    another one, an argument is no view any more.
     """
     hooks = top_saved_tensors_hooks()
     if hooks is None:
@@ -136,7 +139,9 @@ def parameters_saved() -> AbstractContextManager:
     pack, unpack = hooks
 
     def pack_others(tensor: Tensor) -> Any:
-        return _Saved(tensor) if tensor.requires_grad and is_part_of_leaf(tensor) else pack(tensor)
+        base = base_of(tensor)
+        is_saved = tensor.requires_grad and base.is_leaf and not any(base is each for each in bases)
+        return _Saved(tensor) if is_saved else pack(tensor)
 
     return saved_tensors_hooks(pack_others, lambda saved: saved.get() if type(saved) is _Saved else unpack(saved))
 

@@ -108,8 +108,9 @@ def model_arguments(source: Source) -> dict[str, int]:
     loaded, found = read_state_dict(source), dict[str, int]()
     for key, name in new_names(loaded).items():
         if name in ("classifier.weight", _FIRST_CONV):
-            classes, channels, *_ = _in_torch_layout(key, loaded[key]).shape
-            found |= {"in_channels": channels} if name == _FIRST_CONV else {"num_classes": classes}
+            shape = _shape(_in_torch_layout(key, loaded[key])) or ()
+            if len(shape) > 1:  # else `load_weights` refuses it
+                found |= {"in_channels": shape[1]} if name == _FIRST_CONV else {"num_classes": shape[0]}
     return found
 
 
@@ -122,10 +123,13 @@ def _is_unusual(value: Any, old: Tensor) -> bool:
 
 
 def _in_torch_layout(key: str, value: Any) -> Any:
-    """Return an array as a tensor with PyTorch's order of dimensions, and any other value unchanged."""
+    """Return an array of numbers as a tensor with PyTorch's order of dimensions, and any other value unchanged."""
     if not is_array(value):
         return value
-    tensor = torch.as_tensor(value)
+    try:
+        tensor = torch.as_tensor(value)
+    except TypeError:
+        return value
     if is_keras_kernel(key) and tensor.dim() in (2, 4):
         return tensor.permute(3, 2, 0, 1) if tensor.dim() == 4 else tensor.t()
     return tensor

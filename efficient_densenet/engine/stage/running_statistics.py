@@ -86,11 +86,14 @@ def _update(
 
     `columns` are the first column of each norm and the column after its last. Without momentum the running statistics
     are cumulative averages: the weight is 1 / num_batches_tracked.
+
+    PyTorch's batch norm leaves the versions of its running statistics as they are, and autograd may have saved them.
     """
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
     batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
     weight = _cumulative_weights(num_batches_tracked, batch) if momentum is None else momentum
+    running = [tensor.data for tensor in running]  # with versions of their own
     updated = [as_dtype(tensor, dtype) for tensor in running]
     foreach_lerp_(updated, batch, weight)
     for tensor, value in zip(running, updated, strict=True):
