@@ -1,5 +1,6 @@
 """Find out by a trial how a block's forward uses its layers."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,7 +110,9 @@ def find_by_trial(
         for sample in tried or samples(channels_read(block)):
             with trial(block, sample) as run:
                 try:
-                    first = run.run_once(forward, MODES[0])
+                    imported, first = len(sys.modules), run.run_once(forward, MODES[0])
+                    if len(sys.modules) > imported:  # such as PyTorch's compiler, which runs operations when imported
+                        first = run.run_once(forward, MODES[0])
                     if not looks_dense(block) and first.values[0].shape[1] <= sample.channels:
                         raise VerificationError("returns no more channels than it takes")
                     block_results = [first, *run.run(forward, MODES[1:])]
