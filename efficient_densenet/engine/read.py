@@ -151,7 +151,7 @@ def _keep(
     if torch.compiler.is_compiling() or any(hasattr(type(root), "lives_for_one_forward") for root in roots):
         return read(), None
     first, *others = roots
-    states = [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")]
+    states = _states(roots) if compared is None else compared.states
     precision = x.dtype, compute_dtype(x), autocast_enabled(x), device_type(x), memory_format_of(x)
     has_one_pixel = x.shape[0] * x.shape[2:].numel() == 1  # with which no norm can train
     key = (*map(weakref.ref, others), *request, *states, *precision, x.dim(), x.shape[1], has_one_pixel)
@@ -162,12 +162,17 @@ def _keep(
     plan = read()
     if isinstance(plan, str) or any(map(_must_be_read, roots)):
         return plan, None
-    kept = Kept(roots, plan, first_may_have_hooks=request[0] is False)
+    kept = Kept(roots, states, plan, first_may_have_hooks=request[0] is False)
     if not kept.is_current(roots, compared):  # with hooks inside
         return plan, None
     rest = {} if len(plans.by_key) >= _MOST_PLANS else plans.by_key
     plans.by_key = rest | {key: kept}  # a new dict: other threads may read the old one
     return plan, kept
+
+
+def _states(roots: Sequence[nn.Module]) -> list[tuple[Any, ...]]:
+    """What the parts of converted modules depend on besides their attributes."""
+    return [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")]
 
 
 def forget(model: nn.Module) -> None:
@@ -203,17 +208,21 @@ _hooks, _children, _tensors = itemgetter(*HOOKS), itemgetter("_modules"), itemge
 
 
 class Kept:
-    """A plan, and the state of the modules for which it was made.
+    """A plan, and the state of the modules for which it was made; `states` are those of converted modules.
 
     It refers to no module of `roots`, so that these are freed at once where nothing else makes a cycle. Tensors are not
     kept either: a forward reads them anew.
     """
 
     def __init__(
-        self, roots: Sequence[nn.Module], plan: StagePlan | StemPlan | StageSizes, first_may_have_hooks: bool
+        self,
+        roots: Sequence[nn.Module],
+        states: Sequence[tuple[Any, ...]],
+        plan: StagePlan | StemPlan | StageSizes,
+        first_may_have_hooks: bool,
     ) -> None:
         self.equal: Kept | None = None
-        self.plan, self.first_checked = plan, int(first_may_have_hooks)
+        self.states, self.plan, self.first_checked = states, plan, int(first_may_have_hooks)
         inside = [module for root in roots for module in root.modules()]
         self.inside = [module for module in inside if not any(module is root for root in roots)]
         modules = [*roots, *self.inside]
