@@ -291,6 +291,16 @@ class BatchNormGradInputArguments:
     grad_input: Matrix
 
 
+class AffineBackwardArguments:
+    openmp: OpenMP
+    rows: int
+    tile: int
+    grad_output: Matrix
+    values: Matrix
+    accumulator: GradAccumulatorRecord
+    gradients: NormGradients
+
+
 class ConvForwardArguments:
     """`images` are absent for a 1×1 convolution without pooling. `rows` counts the output's rows, `window` the pixels
     that each of them averages, 1 without pooling. A row of a 3×3 convolution's output also depends on `halo` rows
