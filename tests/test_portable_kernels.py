@@ -152,6 +152,30 @@ def test_batch_statistics_are_accurate(num_rows, mean, dtype):
     torch.testing.assert_close(inv_std, (variance + 1e-3).rsqrt())
 
 
+def test_the_mean_of_few_rows_errs_less_than_a_sum_of_one_row_after_another():
+    values = torch.randn(512, 999) + 1
+    case = Case((1, 1, 1), 999, 2)
+    mean, *_ = case.with_statistics(lambda s: portable.batch_statistics(values, s), 999)
+    assert (mean - values.double().mean(0)).square().mean().sqrt() <= 8e-8  # 1.6e-7 by PyTorch's batch norm
+
+
+def test_the_gradient_of_a_bottleneck_of_many_rows_sums_to_zero():
+    """An error of the sums that its norm subtracts is one of every row."""
+    case = Case((8, 32, 32), 48, 12)
+    values = case.values.double()
+    mean, inv_std = values.mean(0).float(), values.var(0, correction=0).rsqrt().float()
+    norm = case.conv3x3.input.norm._replace(mean=mean, inv_std=inv_std)
+    conv = case.conv3x3._replace(input=case.conv3x3.input._replace(norm=norm))
+    grad_accum, sums = torch.empty_like(case.values), torch.zeros_like(case.sums)
+    grads = portable.conv3x3_backward(case.grad_output, conv, GradAccumulator(grad_accum, True, True, sums, True))
+    grad_input = grads.norm_input
+    if grad_input is None:
+        backward = BatchNormBackward(case.values, grad_accum, inv_std, mean, sums, len(values))
+        grad_input = portable.batch_norm_grad_input(backward)
+    grad_input = grad_input.double()
+    assert grad_input.sum(0).norm() <= 5e-9 * grad_input.abs().sum(0).norm()  # 1e-8 by PyTorch's batch norm
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.02)])
 def test_the_backward_of_a_norm_with_one_consumer(dtype, tolerance):
     case = Case((3, 4, 5), 6, 3, dtype)

@@ -49,8 +49,8 @@ Sums = tuple[Tensor | None, Tensor, Tensor]
 grad is the gradient of the norm's output."""
 
 STATISTICS_ROWS, STATISTICS_GROUPS = 512, 64
-"""More rows than the first are divided into groups, for PyTorch's batch norm on a CPU: the error of its sums grows with
-the number of rows."""
+"""More rows than the first are divided into groups, for PyTorch's batch norm on a CPU: it adds up rows one after
+another, and the error of its sums grows with their number."""
 
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward.default
 _relu_backward = torch.ops.aten.threshold_backward.grad_input
@@ -172,7 +172,7 @@ def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccu
         )
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
         grad = _activation_backward(to_pixel_matrix(grad), activation, input, tile)
-        if accumulator.only_consumer and len(grad) == len(input.values):
+        if accumulator.only_consumer and len(grad) == len(input.values) <= STATISTICS_ROWS:
             return _batch_norm_gradients(grad, input, grad_weight)
         sums = _add_partial_sums(sums, (grad_weight, *_accumulate_grad(grad, input, accumulator, tile, activation)))
     return _finish(sums, input.norm, accumulator)
@@ -209,8 +209,8 @@ def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: G
 def _mean_and_variance(values: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
     """Mean and biased variance of each channel by PyTorch's batch norm, in `dtype`, for accumulation.
 
-    On a CPU it adds up rows one after another: so groups of them are side by side, as more channels, and are joined by
-    Chan's parallel variance.
+    On a CPU groups of rows are side by side, as more channels, and are joined by Chan's parallel variance. The mean of
+    few rows is by `torch.mean`, whose pairwise sums err less: an error of the mean is one of every row.
     """
     if (device := device_type(values)) not in ("cpu", "cuda"):
         return torch.var_mean(as_dtype(values, dtype), 0, correction=0)[::-1]
@@ -219,7 +219,7 @@ def _mean_and_variance(values: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
     if device == "cuda":
         return torch.batch_norm_update_stats(values, None, None, 0.0)
     if len(values) <= STATISTICS_ROWS:
-        return _batch_norm_statistics(values)
+        return values.mean(0, dtype=dtype), _batch_norm_statistics(values)[1]
     whole = len(values) // STATISTICS_GROUPS * STATISTICS_GROUPS
     side_by_side = values[:whole].reshape(whole // STATISTICS_GROUPS, -1)
     statistics = torch.stack(_batch_norm_statistics(side_by_side)).view(2, STATISTICS_GROUPS, -1)
