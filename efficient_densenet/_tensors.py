@@ -79,7 +79,23 @@ def formatted(x: Any, memory_format: torch.memory_format | None) -> Any:
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
+    """The format in which PyTorch's norms and convolutions write what they compute from x. Where x is a part of a
+    larger tensor, it is that of the order of its strides."""
     channels_last = CHANNELS_LAST.get(x.dim())
-    if channels_last is None or x.is_contiguous() or not x.is_contiguous(memory_format=channels_last):
+    if channels_last is None or x.shape[1] == 1 or x.is_contiguous():
         return torch.contiguous_format
-    return channels_last
+    if x.is_contiguous(memory_format=channels_last) or _has_strides_of_channels_last(x):
+        return channels_last
+    return torch.contiguous_format
+
+
+def _has_strides_of_channels_last(x: Tensor) -> bool:
+    """Whether each dimension's stride is at least the extent of those before it, from the channels to the images."""
+    if x.numel() == 0 or x.stride(1) == 0:
+        return False
+    extent = 0
+    for d in (1, *range(x.dim() - 1, 1, -1), 0):
+        if x.stride(d) < extent:
+            return False
+        extent = x.stride(d) * x.shape[d]
+    return True

@@ -21,6 +21,7 @@ from helpers import (
 from torch import nn
 
 from efficient_densenet import DenseBlock, DenseLayer
+from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
@@ -48,6 +49,23 @@ def test_dropout_draws_plain_s_numbers_in_any_memory_format(engine, channels, of
     efficient.engine = choose.Engine(engine)
     x = torch.randn(2, channels, 5, 6, dtype=torch.double).to(memory_format=of_input)
     assert_same_step(efficient, plain, x)
+
+
+@pytest.mark.parametrize("part", [(..., slice(2, 8)), (slice(None), slice(6), slice(1, 5)), (..., slice(1))], ids=str)
+@pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (3, torch.float32)])
+def test_a_part_of_a_larger_tensor_has_the_memory_format_of_its_strides(part, dims, dtype):
+    """As a random crop in channels_last has, or a half of the channels."""
+    x = torch.randn(3, *[6] * dims, 10, dtype=dtype)[part].movedim(-1, 1)
+    assert not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    plain = DenseBlock(2, x.shape[1], 4, 2, drop_rate=0.3, efficient=False, dims=dims).to(dtype)
+    shared = copy.deepcopy(plain)
+    shared.engine = choose.Engine.SHARED
+    torch.manual_seed(1)
+    expected = plain(x)
+    torch.manual_seed(1)
+    output = shared(x)
+    assert output.stride() == expected.stride()
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)  # another mask would zero other values
 
 
 def test_names_of_engines():
