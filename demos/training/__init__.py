@@ -3,7 +3,6 @@
 from . import clone  # noqa: F401 - before anything of the package
 from .command_line import command
 from .options import Options
-from .predict import predict
 from .run import train
 
-__all__ = ["Options", "command", "predict", "train"]
+__all__ = ["Options", "command", "train"]

@@ -1,4 +1,4 @@
-"""A function as a command, by fire: options from its arguments or from a dataclass, and errors as one sentence."""
+"""A function as a command, by fire: its options from a dataclass, and errors as one sentence."""
 
 import inspect
 import io
@@ -15,26 +15,17 @@ EXPECTED = (ValueError, OSError, FloatingPointError, MemoryError, ModuleNotFound
 """Errors that are reported as a sentence, without a traceback."""
 
 
-def command(function: Callable, options: type | None = None, about: str | None = None) -> None:
-    """Call `function` with the arguments of the command line.
-
-    With a dataclass of `options` it gets a dict of those that were typed; --help then shows `about` and what the
-    dataclass says.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler that measures memory
+def command(function: Callable, options: type, about: str | None) -> None:
+    """Call `function` with a dict of the options that were typed. --help shows `about` and what `options` says."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # a path may have any characters
     warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"  # without the line of code
     try:
-        if options:
-            doc = (about or "") + inspect.cleandoc(options.__doc__ or "").partition("\n")[2]
-            given = _typed(options, doc).arguments
-            # Options that are also given by their position are None where they are not given.
-            absent = [name for name in ("data", "save") if given[name] is None]
-            function({name: value for name, value in given.items() if name not in absent})
-        else:
-            given = _typed(function, function.__doc__)
-            function(*given.args, **given.kwargs)
+        doc = (about or "") + inspect.cleandoc(options.__doc__ or "").partition("\n")[2]
+        given = _typed(options, doc)
+        # Options that are also given by their position are None where they are not given.
+        absent = [name for name in ("data", "save") if given[name] is None]
+        function({name: value for name, value in given.items() if name not in absent})
     except BrokenPipeError:  # nobody reads any more, as after `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter would fail to flush as it ends
         sys.exit(1)
@@ -46,13 +37,13 @@ def command(function: Callable, options: type | None = None, about: str | None =
         sys.exit(128 + signal.SIGINT)
 
 
-def _typed(target: Callable, doc: str | None) -> inspect.BoundArguments:
-    """The arguments of `target` on the command line. Fire refuses words that are none, and shows the help."""
-    fire, calls, signature = need("fire", extra="demos"), [], inspect.signature(target)
-    hints = get_type_hints(target)  # without what `Annotated` adds
+def _typed(options: type, doc: str) -> dict[str, Any]:
+    """The options on the command line. Fire refuses words that are none, and shows the help."""
+    fire, calls, signature = need("fire", extra="demos"), [], inspect.signature(options)
+    hints = get_type_hints(options)  # without what `Annotated` adds
 
     def record(*positional: Any, **named: Any) -> None:
-        calls.append(signature.bind(*positional, **named))
+        calls.append(signature.bind(*positional, **named).arguments)
 
     kinds = {
         name: [kind for kind in get_args(hint) or [hint] if kind is not type(None)] for name, hint in hints.items()
