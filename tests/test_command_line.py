@@ -105,7 +105,6 @@ def test_a_model_that_is_evaluated_is_not_trained():
     [
         ("cp_demo.py", ["python demos/cp_demo.py", *(f"--{field.name}=" for field in fields(Options))]),
         ("original_demo.py", ["python demos/original_demo.py"]),
-        ("memory_tour.py", ["TOUR_QUICK=1"]),
     ],
 )
 def test_every_demo_has_a_help_that_explains_every_option(script, contents, tmp_path):

@@ -1,4 +1,4 @@
-"""The demos as commands: predicting, the tour, the committed model, running from a clone."""
+"""The demos as commands: predicting, the committed model, running from a clone."""
 
 import hashlib
 import json
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forks import forked_demo
 from PIL import Image
 from samples import DEMOS, DIGITS, TINY, demo, refused, write_folder
 
@@ -63,25 +62,6 @@ def test_evaluating_on_other_classes_is_refused(tmp_path):
     write_folder(tmp_path / "own")
     done = demo("cp_demo.py", "--evaluate", str(DIGITS), "--data", "own", cwd=tmp_path)
     refused(done, "has 2 classes (cat, dog), but")
-
-
-def test_the_memory_tour_as_a_quick_check(tmp_path):
-    done = forked_demo("memory_tour.py", cwd=tmp_path, TOUR_QUICK="1")
-    assert done.returncode == 0, done.stderr
-    assert "blocks of (2, 2, 2) layers" in done.stdout
-    rows = {
-        name.strip(): (float(peak), float(ratio), float(difference))
-        for name, peak, ratio, difference in re.findall(
-            r"^(.*?) +([\d.]+) MiB +(?:[\d.]+ MiB +)?([\d.]+) +[\d.]+× +(\d\S*)$", done.stdout, re.MULTILINE
-        )
-    }
-    assert len(rows) == 6, done.stdout
-    predicted = re.findall(r" ([\d.]+) MiB +([\d.]+) MiB", done.stdout)
-    assert len(predicted) == 4
-    assert all(abs(float(peak) - float(size)) < 0.3 for peak, size in predicted)
-    assert all(ratio < 1 for name, (_, ratio, _) in rows.items() if name != "plain")
-    errors = {name: error for name, (_, _, error) in rows.items() if "accumulation" not in name}
-    assert max(errors.values()) <= max(5 * errors["plain"], 1e-5)
 
 
 def _write_package(place: Path, name: str) -> None:
