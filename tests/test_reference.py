@@ -73,7 +73,7 @@ def test_the_reference_equals_plain(consumer):
     )
 )
 def test_every_set_of_kernels_equals_the_reference(kernel_set, consumer, dtype, monkeypatch):
-    """The error in low precision, of five inputs together, is at most twice plain's."""
+    """The error in low precision, of several inputs together, is at most twice plain's."""
     pytest.importorskip(SETS[kernel_set])
     kernels = importlib.import_module(f"efficient_densenet.kernels.{kernel_set}")
     for module in stage_forward, stage_backward:
@@ -81,7 +81,8 @@ def test_every_set_of_kernels_equals_the_reference(kernel_set, consumer, dtype, 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     block, last, first = _stage(consumer)
     examples = []
-    for x in (first, *(torch.randn_like(first) for _ in range(4))):
+    others = 1 if kernel_set.startswith("triton") else 19  # which is interpreted
+    for x in (first, *(torch.randn_like(first) for _ in range(others))):
         weights = torch.randn_like(last(block(x)))
         examples.append((x.to(dtype), weights, _reference(block, last, x, weights)))
     block, last = block.to(dtype), last.to(dtype)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from grids import sampled
+from grids import grid, sampled
 from helpers import kernel_modules
 from kernel_operations import (
     CONV3X3,
@@ -100,11 +100,13 @@ def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up the statistics of a tile in another order")
-@pytest.mark.parametrize("operation", ["conv1x1_forward_with_statistics", "conv3x3_forward_with_statistics"])
 @pytest.mark.parametrize(
-    ("shape", "width", "dilation"), [((1, 1, 1), 20, 1), ((5, 9, 29), 140, 1), ((2, 9, 20), 48, 2)]
+    *grid(
+        operation=["conv1x1_forward_with_statistics", "conv3x3_forward_with_statistics"],
+        shape__width__dilation=[((1, 1, 1), 20, 1), ((5, 9, 29), 140, 1), ((2, 9, 20), 48, 2)],
+        dtype=[torch.float32, torch.bfloat16],
+    )
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_last_program_instance_combines_statistics(operation, shape, width, dilation, dtype, monkeypatch):
     """As one that is launched for it does, if the statistics of the tiles are no larger than the limit."""
     width = min(width, conv3x3.MAX_OUT_CHANNELS) if "3x3" in operation else width
@@ -131,15 +133,14 @@ def test_the_last_program_instance_combines_statistics(operation, shape, width, 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up partial sums in another order")
 @pytest.mark.parametrize(
-    ("size", "dtype"), [(((3, 9, 29), 40, 12), torch.float32), (((2, 5, 13), 9, 48), torch.bfloat16)]
-)
-@pytest.mark.parametrize("setting", list(SETTINGS))
-@pytest.mark.parametrize(
-    ("operation", "candidate", "finishes"),
-    [
-        ("conv3x3_backward", "GRAD_INPUT_FINISHES", "overwrite"),
-        ("conv1x1_next_bottleneck", "NEXT_BOTTLENECK_FINISHES", "centered"),
-    ],
+    *grid(
+        operation__candidate__finishes=[
+            ("conv3x3_backward", "GRAD_INPUT_FINISHES", "overwrite"),
+            ("conv1x1_next_bottleneck", "NEXT_BOTTLENECK_FINISHES", "centered"),
+        ],
+        size__dtype=[(((2, 7, 13), 40, 12), torch.float32), (((2, 5, 13), 9, 48), torch.bfloat16)],
+        setting=SETTINGS,
+    )
 )
 def test_another_launch_finishes_a_backward(operation, candidate, finishes, size, dtype, setting, monkeypatch):
     """As a launch of its own does. That is still needed without a weight's gradient, and unless sums are zero before
