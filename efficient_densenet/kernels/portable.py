@@ -165,11 +165,10 @@ def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccu
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     input, weight, shape, dilation = conv
     sums: Sums | None = None
+    settings = weight, dilation, accumulator.needs_grad_weight
     for tile, activation in _activation_tiles(input, weight.dtype, multiple_of=shape[1:].numel()):
         images, grad_images = _to_images(activation, shape), _to_images(grad_output[tile], shape)
-        grad, grad_weight = convolution.conv3x3_gradients(
-            grad_images, images, weight, dilation, accumulator.needs_grad_weight
-        )
+        grad, grad_weight = convolution.conv3x3_gradients(grad_images, images, *settings)
         grad_weight = None if grad_weight is None else as_dtype(grad_weight, input.dtype)
         grad = _activation_backward(to_pixel_matrix(grad), activation, input, tile)
         if accumulator.only_consumer and len(grad) == len(input.values) <= STATISTICS_ROWS:
@@ -272,8 +271,7 @@ def _conv1x1_gradients(
     grad_output: Tensor, activation: Tensor, weight: Tensor, accumulator: GradAccumulator, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """grad_output @ weight, and grad_output.T @ activation in `dtype`."""
-    needs_grad_weight = accumulator.needs_grad_weight
-    grad, grad_weight = convolution.conv1x1_gradients(grad_output, activation, weight, needs_grad_weight)
+    grad, grad_weight = convolution.conv1x1_gradients(grad_output, activation, weight, accumulator.needs_grad_weight)
     return grad, None if grad_weight is None else as_dtype(grad_weight, dtype)
 
 
@@ -290,21 +288,11 @@ def _batch_norm_grad_input_tile(
     return as_dtype(grad_input.addcmul_(grad_accum, inv_std), values.dtype)
 
 
-def _mask_inactive(grad: Tensor, activation: Tensor) -> Tensor:
-    """ReLU's backward in place: zero where the activation is not positive."""
-    return _relu_backward(grad, activation, 0, grad_input=grad)
-
-
 def _activation_backward(grad: Tensor, activation: Tensor, input: AffineInput, tile: slice) -> Tensor:
-    """Step 2 for a tile: the gradient of z, from that of y."""
+    """Step 2 for a tile: the gradient of z, from that of y and in its dtype; for a ReLU in place."""
     if input.activation.is_relu:
-        return _mask_inactive(grad, activation)
-    return _grad_before_activation(grad, input.values[tile], input)
-
-
-def _grad_before_activation(grad: Tensor, values: Tensor, input: AffineInput) -> Tensor:
-    """The gradient of z in the dtype of `grad`, the gradient of y = f(z)."""
-    z = _affine(values, input.norm)
+        return _relu_backward(grad, activation, 0, grad_input=grad)
+    z = _affine(input.values[tile], input.norm)
     return as_dtype(input.activation.backward(as_dtype(grad, z.dtype), z), grad.dtype)
 
 
