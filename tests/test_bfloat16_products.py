@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -228,6 +227,6 @@ def test_the_first_product_is_compared(monkeypatch, factor):
         _compiled("amx_model")(m, n, *arguments[:-4], bool(arguments[-4]), *arguments[-3:-1], np.float32(0))
         torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * (m * n)).from_address(arguments[-3]))).mul_(factor)
 
-    monkeypatch.setattr(products, "compile_kernel", lambda kernel, dtype: SimpleNamespace(ctypes=product))
+    monkeypatch.setattr(products, "as_function", lambda kernel, dtype: product)
     with torch.autocast("cpu", torch.bfloat16):
         assert products._is_right() == (factor == 1)

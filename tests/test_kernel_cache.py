@@ -31,12 +31,13 @@ NAME = "batch_norm_grad_input"
 
 def load(dtype=torch.float32):
     """Whether the kernel was found on disk, once it has computed the right numbers."""
-    compiled = compilation.load_or_compile.__wrapped__(KERNEL, dtype, None)
+    is_stored = compilation.is_stored(KERNEL, dtype)
+    address = compilation.load_or_compile.__wrapped__(KERNEL, dtype, None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "address", lambda kernel, dtype: compiled.address)
+        patch.setattr(launch, "address", lambda kernel, dtype: address)
         case = Case((2, 5, 7), 9, 16)
         check(operations, NAME, case if dtype == torch.float32 else case.in_float64())
-    return compiled.from_disk
+    return is_stored
 
 
 @pytest.fixture(scope="module")
@@ -163,24 +164,24 @@ def test_the_files_of_a_kernel_that_were_used_last_stay(cache):
 
 def test_threads_get_one_kernel(monkeypatch):
     compilation.load_or_compile.cache_clear()
-    linked, begin, compiled = [], threading.Barrier(4), compilation.CompiledKernel
+    linked, begin, original = [], threading.Barrier(4), compilation._link
 
-    def link(*arguments, **settings):
+    def link(file):
         time.sleep(0.05)  # while others come
-        linked.append(compiled(*arguments, **settings))
+        linked.append(original(file))
         return linked[-1]
 
     def use():
         begin.wait()
-        addresses.append(compilation.compile_kernel(KERNEL, torch.float32).address)
+        addresses.append(compilation.compile_kernel(KERNEL, torch.float32))
 
-    monkeypatch.setattr(compilation, "CompiledKernel", link)
+    monkeypatch.setattr(compilation, "_link", link)
     addresses, threads = [], [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert addresses == [linked[0].address] * 4
+    assert addresses == [linked[0]] * 4
     assert len(linked) == 1
 
 
@@ -217,10 +218,9 @@ def scrambling_kernel(factor):
 
 
 def scramble(factor, from_disk):
-    compiled = compilation.compile_kernel(scrambling_kernel(factor), torch.float32)
-    assert compiled.from_disk == from_disk
-    result = torch.empty(1)
-    compiled.ctypes(result.data_ptr(), 12345, 0.0)
+    kernel, result = scrambling_kernel(factor), torch.empty(1)
+    assert compilation.is_stored(kernel, torch.float32) == from_disk
+    compilation.as_function(kernel, torch.float32)(result.data_ptr(), 12345, 0.0)
     return int(result.item())
 
 

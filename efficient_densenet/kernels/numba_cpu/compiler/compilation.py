@@ -77,28 +77,14 @@ _linkers: list[Any] = []
 """The owners of all machine code, which must stay in memory: caches and records keep addresses of kernels."""
 
 
-class CompiledKernel:
-    """A kernel's machine code in memory.
-
-    Attributes:
-        address: the address at which the host or another kernel calls it.
-        from_disk: whether an earlier process compiled it.
-    """
-
-    def __init__(self, file: ObjectFile, signature: Signature, from_disk: bool) -> None:
-        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-        linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        linker.add_object_file(llvm.ObjectFileRef.from_data(file.code))
-        linker.finalize_object()
-        self.address = linker.get_function_address(file.kernel.decode())
-        _linkers.append(linker)
-        self._signature, self.from_disk = signature, from_disk
-
-    @property
-    def ctypes(self) -> Callable[..., None]:
-        """The kernel as a function that Python can call."""
-        arguments: list[Any] = [to_ctypes(argument) for argument in self._signature.args]
-        return ctypes.CFUNCTYPE(None, *arguments)(self.address)
+def _link(file: ObjectFile) -> int:
+    """The address of the kernel in memory."""
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    linker = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    linker.add_object_file(llvm.ObjectFileRef.from_data(file.code))
+    linker.finalize_object()
+    _linkers.append(linker)
+    return linker.get_function_address(file.kernel.decode())
 
 
 lock = threading.RLock()
@@ -107,8 +93,9 @@ lock = threading.RLock()
 os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
-def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
-    """The kernel for matrices of this dtype, loaded from disk if an undamaged file is there, else compiled.
+def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> int:
+    """The address of the kernel for matrices of this dtype, loaded from disk if an undamaged file is there, else
+    compiled.
 
     `operand` is the dtype of the operands of products, by default the dtype of the arithmetic. Threads that call this
     at the same time get the same kernel.
@@ -118,17 +105,23 @@ def compile_kernel(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | No
 
 
 @functools.cache
-def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> CompiledKernel:
-    """The kernel of `compile_kernel`, for one thread at a time."""
+def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> int:
+    """The address of `compile_kernel`, for one thread at a time."""
     signature = _signature(kernel, dtype, operand)
     name, key = kernel.function.__name__, _key(kernel.function, signature)
     stored = disk_cache.load(name, key)
     if stored is not None:
         _target().refresh()  # registers the functions of Numba's runtime that object files call
-        return CompiledKernel(ObjectFile(*stored.split(b"\0", 1)), signature, from_disk=True)
+        return _link(ObjectFile(*stored.split(b"\0", 1)))
     file = _compile(kernel.function, signature)
     disk_cache.store(name, key, b"\0".join(file))
-    return CompiledKernel(file, signature, from_disk=False)
+    return _link(file)
+
+
+def as_function(kernel: Kernel, dtype: torch.dtype) -> Callable[..., None]:
+    """The kernel as a function that Python can call."""
+    arguments: list[Any] = list(map(to_ctypes, _signature(kernel, dtype, None).args))
+    return ctypes.CFUNCTYPE(None, *arguments)(compile_kernel(kernel, dtype))
 
 
 def is_stored(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> bool:

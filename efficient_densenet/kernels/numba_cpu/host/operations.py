@@ -292,4 +292,4 @@ def _activation(input: AffineInput, dtype: torch.dtype) -> Fields:
 def _formulas(name: str, dtype: torch.dtype) -> Fields:
     """The addresses of the activation's formula and of its derivative."""
     arithmetic = ARITHMETIC[dtype]
-    return tuple(compile_kernel(subroutine_of(name, each, arithmetic), arithmetic).address for each in FORMULAS)
+    return tuple(compile_kernel(subroutine_of(name, each, arithmetic), arithmetic) for each in FORMULAS)

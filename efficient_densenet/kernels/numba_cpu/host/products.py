@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel
+from ..compiler.compilation import ARITHMETIC, Kernel, as_function
 from ..compiler.processor import VARIABLE, has, is_found
 from ..kernels.gemm import gemm, gemm_bfloat16
 from ..kernels.gemm_amx import gemm_amx
@@ -63,7 +63,7 @@ def _is_right() -> bool:
     a, b = (torch.randn(size, generator=generator).bfloat16() for size in ((m, k), (k, n)))
     cells, c = b.view(k // 2, 2, n).transpose(1, 2).contiguous(), torch.empty(m, n)
     operands = a.data_ptr(), k // 2, 1, cells.data_ptr(), n, 0, c.data_ptr(), n
-    compile_kernel(gemm_amx, torch.float32).ctypes(m, n, k // 2, *operands, 0.0)
+    as_function(gemm_amx, torch.float32)(m, n, k // 2, *operands, 0.0)
     with torch.autocast("cpu", enabled=False):  # this may run under autocast
         expected = a.float() @ b.float()
     return torch.allclose(c, expected, rtol=1e-3, atol=1e-3)
