@@ -21,7 +21,7 @@ from .weights.config import ModelConfig
 from .weights.load import load_weights
 from .weights.named import weights_classes, weights_transforms
 from .weights.published import PUBLISHED
-from .weights.trained import TRAINED
+from .weights.trained import TRAINED, find_checkpoint
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -84,11 +84,11 @@ class Classifier:
 def load_classifier(source: str) -> Classifier:
     """The classifier of torchvision's weights by the name of their model, of weights of this package by their name, or
     of a folder with model.pt and config.json, as training by the demos writes it."""
-    if source in PUBLISHED or source in TRAINED:
-        name, weights = (source, "DEFAULT") if source in PUBLISHED else (TRAINED[source].model, source)
-        model = create_model(name, weights=weights)
-        return Classifier(model.eval(), weights_transforms(name, weights), weights_classes(name, weights))
-    weights = Path(source, "model.pt") if Path(source).is_dir() else Path(source)
+    if source in PUBLISHED:
+        model = create_model(source, weights="DEFAULT")
+        return Classifier(model.eval(), weights_transforms(source), weights_classes(source))
+    path = find_checkpoint(source)
+    weights = path / "model.pt" if path.is_dir() else path
     if not weights.is_file():
         raise ValueError(
             f"{weights} does not exist: give a folder with model.pt and config.json, as training by the demos writes "

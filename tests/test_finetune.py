@@ -1,6 +1,5 @@
 """Fine-tuning: runs that begin with given weights, of which parts stay as they are."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -113,9 +112,8 @@ def test_weights_by_name(place, monkeypatch):
     content = {"options": config["options"] | network, "model": config["model"] | network, "data": config["data"]}
     (place / "source" / "config.json").write_text(json.dumps(content))
     torch.save(model.state_dict(), place / "source" / "model.pt")
-    sha256 = hashlib.sha256((place / "source" / "model.pt").read_bytes()).hexdigest()
     monkeypatch.setattr("efficient_densenet.weights.trained.CHECKPOINTS", place)
-    monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source", sha256))
+    monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source"))
     words = ("--weights", "animals", "--freeze", "features", "--n_epochs", "1", "--data", "own", "--batch_size", "8")
     done = demo("cp_demo.py", *words, "--model", "densenet_40_12", cwd=place)
     assert "weights: " in done.stdout, done.stderr
@@ -126,8 +124,6 @@ def test_weights_by_name(place, monkeypatch):
     refused(
         demo("cp_demo.py", *words, "--depth", "40", "--save", "a", cwd=place), "the weights animals are of densenet_"
     )
-    monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source", "0" * 64))
-    refused(demo("cp_demo.py", *words, "--save", "a", cwd=place), f"has the sha256 {sha256}, but needs 0000")
 
 
 def test_gray_images_for_a_network_of_colors(place):

@@ -1,12 +1,15 @@
 """Files that are written whole or not at all, and what is wrong with a file that cannot be read."""
 
 import contextlib
+import io
 import json
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from efficient_densenet._archive import load_archive
 
@@ -28,8 +31,15 @@ def write_atomic(path: Path, content: bytes) -> None:
         ) from exc
 
 
+def saved_bytes(content: Any) -> bytes:
+    """What `torch.save` writes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
 def load_torch(path: Path) -> Any:
-    """Load what `to_archive` or `torch.save` wrote, tensors and plain data only: no code in the file is run."""
+    """Load tensors and plain data that `torch.save` wrote: no code in the file is run."""
     with damage_named(path):
         return load_archive(path)
 

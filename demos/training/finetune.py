@@ -11,7 +11,7 @@ from efficient_densenet.weights.key_names import new_names
 from efficient_densenet.weights.load import load_weights
 from efficient_densenet.weights.published import NAMES, PUBLISHED, find_published
 from efficient_densenet.weights.source import read_state_dict
-from efficient_densenet.weights.trained import TRAINED
+from efficient_densenet.weights.trained import TRAINED, find_checkpoint
 
 from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model, weights_of
 
@@ -77,8 +77,8 @@ class PretrainedWeights:
 def find_weights(weights: str, given: Mapping[str, Any]) -> PretrainedWeights:
     """What `--weights` names. The `given` options say of which network a file of weights is."""
     if weights in TRAINED:
-        entry = TRAINED[weights]
-        return _of_run(weights, entry.source(), {"model": entry.model, "depth": None, "growth_rate": None})
+        network = {"model": TRAINED[weights].model, "depth": None, "growth_rate": None}
+        return _of_run(weights, find_checkpoint(weights), network)
     if weights in NAMES:
         return _of_torchvision(weights, given.get("model"))
     path = Path(weights)

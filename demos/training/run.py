@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 
 from efficient_densenet import __version__
-from efficient_densenet._archive import to_archive
 from efficient_densenet.weights.trained import find_checkpoint
 
 from . import files, models
@@ -280,7 +279,7 @@ class Run:
         # The best by validation, or the last one if there are no images to validate by.
         best = min(self.rows, key=lambda row: (row["valid_error"], row["valid_loss"])) if len(self.valid) else row
         if row is best:
-            self.directory.write(models.WEIGHTS, to_archive(state["model"]))
+            self.directory.write(models.WEIGHTS, files.saved_bytes(state["model"]))
         self._save(state)
         if self.events:
             add_events(self.events, row)

@@ -7,7 +7,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from efficient_densenet._archive import to_archive
 from efficient_densenet._extras import need
 from efficient_densenet.weights.trained import TRAINED
 
@@ -75,7 +74,7 @@ class RunDirectory:
     def save(self, state: dict[str, Any], position: TrainingPosition, rows: list[Row], record: dict[str, Any]) -> None:
         """Save all that resuming needs. Learning rates and random numbers follow from the seed and the position."""
         content = {"format": FORMAT, **record, "position": asdict(position), "rows": rows, "state": state}
-        self.write(LAST, to_archive(content))
+        self.write(LAST, files.saved_bytes(content))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, unless the lock was removed or replaced, since another process may then have another one."""

@@ -44,18 +44,12 @@ class ModelConfig:
         """The config of a run, in the folder of its file of weights."""
         path = weights.with_name("config.json")
         try:
-            return cls.parse(path, path.read_bytes())
+            return cls.of(json.loads(path.read_bytes())["model"])
         except OSError as exc:
             raise ValueError(
                 f"{path} cannot be read ({exc.strerror}), which says what the classes of {weights.name} are and how "
                 "images are prepared for it: give the file in the folder of a run of the demos"
             ) from exc
-
-    @classmethod
-    def parse(cls, path: Path, content: bytes) -> "ModelConfig":
-        """The config of the model in the content of a run's config.json, which `path` names in errors."""
-        try:
-            return cls.of(json.loads(content)["model"])
         except (ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"{path} is damaged ({exc!r}): restore it from a copy or from the repository") from exc
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import ModelConfig
 from .load import model_arguments
 from .published import PUBLISHED, PublishedWeights, find_published
-from .trained import TRAINED, TrainedWeights
+from .trained import TRAINED, find_checkpoint
 
 
 def weights_transforms(name: str, weights: Any = "DEFAULT") -> Callable[[Any], Tensor]:
@@ -44,7 +44,7 @@ class FileWeights(NamedTuple):
         return self.path
 
 
-def find_weights(name: str, weights: Any) -> FileWeights | TrainedWeights | PublishedWeights:
+def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     """Find the weights for the variant `name` of the zoo; raise ValueError for a wrong name, and download nothing."""
     if isinstance(weights, os.PathLike) or (isinstance(weights, str) and weights not in TRAINED and _is_path(weights)):
         return FileWeights(Path(weights))
@@ -52,7 +52,7 @@ def find_weights(name: str, weights: Any) -> FileWeights | TrainedWeights | Publ
     if trained is not None:
         if trained.model != name:
             raise ValueError(f"the weights {weights!r} are for {trained.model}, and not for {name}: build that model")
-        return trained
+        return FileWeights(find_checkpoint(weights))
     ours = [each for each, entry in TRAINED.items() if entry.model == name]
     if ours and name not in PUBLISHED:
         raise ValueError(f"weights is {weights!r}, but must be {' or '.join(map(repr, ours))} for {name}")
