@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +187,8 @@ class Recorder(TorchDispatchMode):
         if type(tensor) is not Tensor or tensor.device != self.device or tensor.storage_offset():
             raise _CannotRecordError(f"a new tensor is a {type(tensor).__name__} on {tensor.device}")
         key, storage, number = _storage_key(tensor), tensor.untyped_storage(), len(self.memories)
-        self._storages[key] = number, weakref.ref(storage, lambda _: self._storages.pop(key, None))
+        # A callback that is no Python code, in which the KeyboardInterrupt of a signal would be lost.
+        self._storages[key] = number, weakref.ref(storage, partial(self._storages.pop, key))
         self.memories.append(Memory(tensor, len(self.events)))
         return number
 
