@@ -24,10 +24,14 @@ def main() -> None:
 
 
 def script() -> None:
-    """Run a command that ends quietly where nobody reads any more, as after `| head`."""
+    """Run a command that ends without a traceback where nobody reads any more, as after `| head`, and at Ctrl-C."""
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def write_photographs(folder: Path, train: int, test: int) -> Path:
 def demo(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess:
     """Run a demo in this process, which saves the seconds that importing torch takes, and those of drawing curves."""
     printed, errors, code = io.StringIO(), io.StringIO(), 0
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)}
     before, arguments, search_path = Path.cwd(), sys.argv, sys.path[:]
     os.chdir(cwd)
     sys.argv = [script, *words]

@@ -54,7 +54,8 @@ def test_a_file_of_another_format_than_its_name_s_starts_no_program(tmp_path, mo
     )
     (tmp_path / "x.png").write_bytes(EPS)
     done = demo("predict.py", "x.png", "--model", str(DIGITS), cwd=tmp_path)
-    assert "x.png is not an image that can be decoded (it cannot be identified): replace or remove" in done.stderr
+    assert "note: x.png is not an image that can be decoded (it cannot be identified): replace or remove" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2), done.stderr
     assert started == []
     path, ramp = _ramp(tmp_path)
     ramp.save(path, format="JPEG", quality=100)

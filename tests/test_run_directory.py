@@ -10,6 +10,7 @@ import pytest
 import torch
 from forks import ForkedDemo, await_file, forked_demo
 from samples import (
+    IMAGE,
     RUN,
     TINY,
     PrintsWhenUnpickled,
@@ -117,10 +118,17 @@ def test_weights_of_the_best_epoch_that_are_gone_are_noticed_before_a_step(harm,
     assert contents(copied / "run") == before
 
 
-def test_a_changed_weight_is_refused_by_evaluating_and_loading(copied):
+@pytest.mark.parametrize(
+    ("words", "damaged"),
+    [
+        (["cp_demo.py", "--evaluate", "run"], DAMAGED),
+        (["predict.py", IMAGE, "--model", "run"], "is truncated, damaged or contains more than tensors ("),
+    ],
+)
+def test_a_changed_weight_is_refused_by_evaluating_predicting_and_loading(words, damaged, copied):
     load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
     _flip_a_weight(copied / "run" / "model.pt")
-    refused(demo("cp_demo.py", "--evaluate", "run", cwd=copied), f"run/model.pt {DAMAGED}the checksum of its record ")
+    refused(demo(*words, cwd=copied), f"run/model.pt {damaged}the checksum of its record ")
     with pytest.raises(ValueError, match=r"model.pt is truncated, damaged .*\(the checksum of its record "):
         load_weights(DenseNet(4, (1, 1, 1), num_init_features=8, num_classes=2), copied / "run" / "model.pt")
 
