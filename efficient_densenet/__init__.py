@@ -1,7 +1,7 @@
 """DenseNets in PyTorch that train in far less memory, with the same numbers."""
 
 from ._version import __version__
-from .adapt import make_efficient, register_block, restore
+from .adapt import conversion_report, make_efficient, register_block, restore
 from .checkpoint import CheckpointFunction
 from .models.backbone import features
 from .models.densenet import DenseNet
@@ -56,6 +56,7 @@ __all__ = [
     "Transition",
     "WeightsReport",
     "__version__",
+    "conversion_report",
     "convert_batchnorm",
     "cp_BatchNorm2d",
     "create_model",

@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 from xray_tables import read_table
 
-from efficient_densenet import create_model, list_models, load_weights, make_efficient
+from efficient_densenet import conversion_report, create_model, list_models, load_weights, make_efficient
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def build(options: argparse.Namespace, num_labels: int) -> nn.Module:
         model.classifier = nn.Linear(model.classifier.in_features, num_labels)
         model.op_threshs = None  # thresholds of its own labels
         vars(model).pop("input_resolution", None)  # its weights take other sizes than 224 as well
-        print(make_efficient(model, options.engine == "shared"))
+        print(conversion_report(make_efficient(model, options.engine == "shared")))
         return model
     settings = {"num_classes": num_labels, "in_channels": options.channels, "efficient": options.engine == "shared"}
     adapt = "sum" if options.channels == 1 else None  # three channels of weights into one

@@ -26,7 +26,7 @@ from torchmetrics.functional.classification import multiclass_confusion_matrix
 from tqdm import tqdm
 from volume_tables import read_table
 
-from efficient_densenet import create_model, list_models, make_efficient
+from efficient_densenet import conversion_report, create_model, list_models, make_efficient
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def build(options: argparse.Namespace, num_classes: int) -> nn.Module:
         from monai.networks.nets import DenseNet121
 
         model = DenseNet121(spatial_dims=3, in_channels=1, out_channels=num_classes)
-        print(make_efficient(model, options.engine == "shared"))
+        print(conversion_report(make_efficient(model, options.engine == "shared")))
         return model
     settings = {"num_classes": num_classes, "in_channels": 1, "dims": 3}
     return create_model(options.model, efficient=options.engine == "shared", **settings)

@@ -4,13 +4,15 @@ import copy
 import gc
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, create_model, kernels
+from efficient_densenet import DenseNet, conversion_report, create_model, kernels, make_efficient
+from efficient_densenet.adapt import Report
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.engine.stage.run import FORMATS_OF_X, StagePlan
@@ -45,6 +47,14 @@ def small_model(family: str, **overrides) -> DenseNet:
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.5, std=0.3)
     return model
+
+
+def convert_and_report(model: nn.Module, engine: bool | str = True) -> Report:
+    """Convert `model`, and return the report of it, also where nothing was converted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "make_efficient has converted nothing")
+        assert make_efficient(model, engine) is model
+    return conversion_report(model)
 
 
 def add_conv_biases(model: nn.Module, substring: str = "") -> nn.Module:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close
+from helpers import assert_close, convert_and_report
 from third_party_models import (
     GROWTH,
     MODELS,
@@ -46,7 +46,7 @@ def test_training_matches_plain_and_restore_undoes_the_conversion(name, engine):
     plain, x = plain_reference(name, model), image_batch(name)
     classes, tensors = list(map(type, model.modules())), [id(t) for t in model.state_dict(keep_vars=True).values()]
     keys, text = list(model.state_dict()), repr(model)
-    report = make_efficient(model, engine)
+    report = convert_and_report(model, engine)
     num_blocks = 4 if name == "smp" else 3
     assert [change.name for change in report.changed] == [f"features.denseblock{i + 1}" for i in range(num_blocks)]
     assert not report.unchanged
@@ -182,11 +182,11 @@ def test_a_hook_on_a_container_around_the_layers_is_called(first):
     block, counts = _BlockWithContainer().double(), [0, 0]
     plain = copy.deepcopy(block)
     if first:
-        assert [change.name for change in make_efficient(block).changed] == [""]
+        assert [change.name for change in convert_and_report(block).changed] == [""]
     for i, each in enumerate((block, plain)):
         each.layer.register_forward_hook(_counting(counts, i))
     if not first:
-        assert [change.engine[:10] for change in make_efficient(block).changed] == ["checkpoint"]
+        assert [change.engine[:10] for change in convert_and_report(block).changed] == ["checkpoint"]
     assert_same_training(block, plain, block_batch())
     assert counts == [3, 3]
 
@@ -227,7 +227,7 @@ def test_dtype_and_weights_may_change_before_or_after_conversion():
 
 def test_blocks_of_this_package_are_set_and_restored():
     model = DenseNet(4, (2, 1), num_init_features=4, efficient="plain")
-    report = make_efficient(nn.Sequential(model), "checkpoint")
+    report = convert_and_report(nn.Sequential(model), "checkpoint")
     assert model.engine == "checkpoint"
     assert [change.name for change in report.changed] == ["0.features.denseblock1", "0.features.denseblock2"]
     make_efficient(model)
@@ -241,12 +241,12 @@ def test_a_second_call_changes_the_engine():
     model = build("torchvision")
     make_efficient(model)
     classes = list(map(type, model.modules()))
-    report = make_efficient(model, "checkpoint")
+    report = convert_and_report(model, "checkpoint")
     assert [change.engine for change in report.changed] == ["checkpoint"] * 3
     assert not report.transitions  # the shared engine alone runs them
     assert model.features.denseblock1.engine is choose.Engine.CHECKPOINT
-    assert [change.engine for change in make_efficient(model, False).changed] == ["plain"] * 3
-    assert [change.engine for change in make_efficient(model).changed] == ["shared"] * 3
+    assert [change.engine for change in convert_and_report(model, False).changed] == ["plain"] * 3
+    assert [change.engine for change in convert_and_report(model).changed] == ["shared"] * 3
     assert list(map(type, model.modules())) == classes
     with pytest.raises(ValueError, match="unknown engine 'fast'"):
         make_efficient(model, "fast")
@@ -273,7 +273,7 @@ def test_frozen_parameters_and_a_saved_bottleneck():
     plain = plain_reference("timm_efficient", model)
     make_efficient(model)
     model.features.denseblock2.denselayer1.keep_bottleneck = True
-    assert make_efficient(model).changed[1].kept == 2 * GROWTH + make_efficient(plain).changed[1].kept
+    assert convert_and_report(model).changed[1].kept == 2 * GROWTH + convert_and_report(plain).changed[1].kept
     restore(plain)
     for each in (model, plain):
         for name, parameter in each.named_parameters():

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from grids import grid
-from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from helpers import assert_close, assert_same_buffers, assert_same_gradients, convert_and_report
 from test_distributed import ThreadedReplicas
 from third_party_models import CLASSES, assert_same_training, build, image_batch, loss_of, plain_reference
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def test_replicas_in_threads(name):
 def test_a_model_inside_a_wrapper_is_converted(wrap):
     model, plain = _pair("torchvision")
     wrapped = wrap(model)
-    report = make_efficient(wrapped)
+    report = convert_and_report(wrapped)
     assert len(report) == 3
     assert [change.name.endswith(".features.denseblock1") for change in report.changed] == [True, False, False]
     if wrap is not torch.compile:
@@ -62,7 +62,7 @@ def test_distributed_data_parallel(first):
             make_efficient(model)
         wrapped = nn.parallel.DistributedDataParallel(model)
         if not first:
-            assert make_efficient(wrapped).changed[0].name == "module.features.denseblock1"
+            assert convert_and_report(wrapped).changed[0].name == "module.features.denseblock1"
         assert_same_training(wrapped.module, plain, image_batch("timm_efficient"))
         x = image_batch("timm_efficient")
         for each in (wrapped, plain):
@@ -117,7 +117,7 @@ def test_features_only_models_of_timm():
         options |= {"features_only": True, "out_indices": (0, 1, 2, 3, 4)}
         model = _tiny_timm(timm, shape, **options).double()
         plain = copy.deepcopy(model)
-        assert len(make_efficient(model)) == 4
+        assert len(convert_and_report(model)) == 4
         x = torch.randn(2, 3, 66, 70, dtype=torch.double)
         outputs = [each(x) for each in (model, plain)]
         for actual, expected in zip(*outputs, strict=True):
@@ -199,7 +199,7 @@ def test_faster_r_cnn_with_a_feature_pyramid(when):
             rpn_post_nms_top_n_train=20,
         ).double()
         if model is ours and when == "after":
-            assert len(make_efficient(detector)) == 3
+            assert len(convert_and_report(detector)) == 3
         torch.manual_seed(1)
         losses = detector(images, targets)
         sum(losses.values()).backward()
@@ -221,7 +221,7 @@ def test_a_u_net_of_segmentation_models():
     model.decoder = decoder(widths, decoder_channels=(16, 8, 8, 4, 4), n_blocks=5)
     model = model.double()
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 64, 96, dtype=torch.double)
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert [change.name for change in report.changed] == [f"encoder.features.denseblock{i}" for i in range(1, 5)]
     for each in (model, plain):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
@@ -241,7 +241,7 @@ def test_every_densenet_of_timm(name):
     timm = pytest.importorskip("timm")
     model = timm.create_model(name, num_classes=CLASSES).double()
     plain = copy.deepcopy(model)
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert [change.engine for change in report.changed] == ["shared"] * 4
     x = torch.randn(2, 3, 64, 64, dtype=torch.double)
     for each in (model, plain):

@@ -15,6 +15,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import convert_and_report
 from test_adapt_exactness import assert_same_steps, converted, layer_with, x_of
 from third_party_models import (
     GROWTH,
@@ -387,7 +388,7 @@ class HoldsATensor(_HoldsNoList):
 @pytest.mark.filterwarnings("ignore:falling back")
 def test_a_tensor_replaced_between_the_forward_and_the_backward_of_a_recomputed_layer_raises():
     block = FeaturesBlock([HoldsATensor(START), HoldsATensor(START + GROWTH)]).double()
-    assert make_efficient(block).changed[0].engine.startswith("checkpoint")
+    assert convert_and_report(block).changed[0].engine.startswith("checkpoint")
     output = block(x_of())
     block.denselayer2.tensor = torch.ones((), dtype=torch.double)
     with pytest.raises(RuntimeError, match="a tensor was replaced between the forward of a HoldsATensor and its"):
@@ -473,7 +474,7 @@ def test_a_layer_drops_by_the_flag_that_its_author_s_forward_asks():
     has_a_rate = layer_with(Layer, rate=lambda self: self.drop_rate)
     block = PassesItsFlagOn([has_a_rate(START), has_a_rate(START + GROWTH)]).double()
     plain = copy.deepcopy(block)
-    assert len(make_efficient(block)) == 1
+    assert len(convert_and_report(block)) == 1
     outputs = []
     for each in (block, plain):
         each.denselayer2.eval()
@@ -488,7 +489,7 @@ def test_a_name_that_leads_to_another_module_than_before_is_noticed():
     for layer in block.children():
         layer.relu2 = layer.relu1
     plain = copy.deepcopy(block)
-    assert make_efficient(block).changed[0].engine == "shared"
+    assert convert_and_report(block).changed[0].engine == "shared"
     for each in (block, plain):
         changing("relu2")(each.denselayer1)
     with pytest.warns(UserWarning, match="other modules have several names since it was verified"):
@@ -504,7 +505,7 @@ def test_an_equal_norm_or_convolution_that_is_not_called_gets_no_gradient(spare)
     block.denselayer1._modules.clear()
     block.denselayer1._modules.update({"spare": copy.deepcopy(spare)}, **modules)  # registered first
     plain = copy.deepcopy(block.double())
-    assert make_efficient(block)
+    assert convert_and_report(block)
     assert_same_steps(block, plain, 1)
 
 
@@ -644,7 +645,7 @@ NOTICED: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("copied", [None, copy.deepcopy, _pickled])
 def test_a_state_changed_after_the_trial_is_noticed_in_copies_too(change, copied, monkeypatch):
     block, plain = _block()
-    assert [each.engine for each in make_efficient(block).changed] == ["shared"]
+    assert [each.engine for each in convert_and_report(block).changed] == ["shared"]
     monkeypatch.setattr("efficient_densenet.adapt.find.trial", None)  # no trial runs in a forward
     twin = block if copied is None else copied(block)
     if change != "a lambda":  # before its first forward, too
@@ -662,17 +663,17 @@ def test_a_second_call_verifies_what_has_changed_and_an_engine_by_name_raises():
     block.denselayer2.scale = plain.denselayer2.scale = 0.5
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here.*scale of a Neutral was 1.0 and is 0.5"):
         block(x_of())
-    (changed,) = make_efficient(block).changed
+    (changed,) = convert_and_report(block).changed
     assert changed.engine.startswith("checkpoint (found that by the parts of its layers it has other values")
     assert_same_training(block, plain, block_batch())
     for each in (block, plain):
         each.denselayer2.scale, each.denselayer2.factor = 1.0, torch.ones((), dtype=torch.double)
-    assert make_efficient(block).changed[0].engine == "checkpoint (found that it reads factor of a Neutral)"
+    assert convert_and_report(block).changed[0].engine == "checkpoint (found that it reads factor of a Neutral)"
     for each in (block, plain):
         each.denselayer2.factor.fill_(0.5)
     assert_same_training(block, plain, block_batch())
     block.denselayer2.factor = None
-    assert make_efficient(block).changed[0].engine == "shared"
+    assert convert_and_report(block).changed[0].engine == "shared"
     restore(block)
     assert type(block) is FeaturesBlock
     assert "_conversion" not in vars(block)
@@ -687,7 +688,7 @@ def test_a_class_of_any_module_is_watched(name):
         return output if layer.gain == 1.0 else output * layer.gain
 
     block, plain = _block(type("_Generated", (Neutral,), {"__module__": name, "gain": 1.0, "forward": scaled}))
-    assert [change.engine for change in make_efficient(block).changed] == ["shared"]
+    assert [change.engine for change in convert_and_report(block).changed] == ["shared"]
     for each in (block, plain):
         each.denselayer1.gain = 0.5
     with pytest.warns(UserWarning, match="gain of a _Generated was added"):
@@ -720,11 +721,11 @@ class _Flagged(LayerHalves):
 @pytest.mark.filterwarnings("ignore:falling back")
 def test_flags_in_buffers_count():
     block, plain = _block(_Flagged)
-    assert make_efficient(block).changed[0].engine.startswith("checkpoint")
+    assert convert_and_report(block).changed[0].engine.startswith("checkpoint")
     for each in (block, plain):
         each.denselayer1.enabled.fill_(0), each.denselayer2.enabled.fill_(0)
     assert_same_training(block, plain, block_batch())
-    assert make_efficient(block).changed[0].engine.startswith("checkpoint")  # it asks for the flag's value
+    assert convert_and_report(block).changed[0].engine.startswith("checkpoint")  # it asks for the flag's value
     for each in (block, plain):
         each.denselayer1.gain = torch.tensor(0.5, dtype=torch.double)
     assert_same_training(block, plain, block_batch())

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from dense_families import Block, SqueezeAndExcite, tiramisu
 from grids import grid
-from helpers import assert_close
+from helpers import assert_close, convert_and_report
 from third_party_models import START, LayerHalves, TakesFeatures, build, features_block, image_batch
 from torch import Tensor, nn
 
@@ -92,7 +92,7 @@ def converted(layer: type[nn.Module], **options) -> tuple[nn.Module, nn.Module, 
             nn.init.normal_(parameter, 0.5, 0.3)
     plain = copy.deepcopy(block)
     seed()
-    report = make_efficient(block)
+    report = convert_and_report(block)
     return block, plain, report.changed[0].engine.partition(" ")[0] if report else ""
 
 
@@ -124,8 +124,8 @@ class ClampsTheBlock(Block):
 def test_a_clamp_of_the_block_s_own_forward_stays(layer):
     block = ClampsTheBlock(layer).double()
     plain = copy.deepcopy(block)
-    assert not make_efficient(copy.deepcopy(block), "shared")
-    (changed,) = make_efficient(block).changed
+    assert not convert_and_report(copy.deepcopy(block), "shared")
+    (changed,) = convert_and_report(block).changed
     assert changed.recomputes == "the block whole"
     assert layer is not tiramisu or "runs other operations (clamp)" in changed.engine
     with torch.no_grad():
@@ -360,7 +360,7 @@ def test_an_object_that_a_layer_calls_does_what_it_does_in_plain(method):
     for layer in block.children():
         layer.depth = Depth()
     plain = copy.deepcopy(block)
-    make_efficient(block)
+    convert_and_report(block)
     for each in (block, plain):
         for layer in each.children():
             layer.depth.rate, layer.depth.calls = 0.5, 0

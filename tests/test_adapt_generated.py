@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import convert_and_report
 from test_adapt_exactness import assert_same_steps, seed
 from third_party_models import GROWTH, START
 from torch import Tensor, nn
@@ -205,7 +206,7 @@ def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_compu
 
 
 def test_most_generated_layers_run_by_the_shared_engine():
-    reports = [make_efficient(made(number)[1]) for number in range(40)]
+    reports = [convert_and_report(made(number)[1]) for number in range(40)]
     engines = [change.engine.partition(" ")[0] for report in reports for change in report.changed]
     assert engines.count("shared") > 20
     assert "plain" not in engines

@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_families import Block, ResidualDense, TwoDropouts, tiramisu
+from helpers import convert_and_report
 from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch, build, features_block
 from torch import Tensor, nn
 
-from efficient_densenet import densenet121, make_efficient
+from efficient_densenet import conversion_report, densenet121, make_efficient, restore
 from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
 def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():
     model = nn.Sequential(nn.Conv2d(3, START, 1), ResidualDense())
-    report = make_efficient(model, "shared")
+    report = convert_and_report(model, "shared")
     assert list(report.unchanged) == ["1"]
     assert report.unchanged["1"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
     assert str(report).endswith("checkpoint_wrapper(model.get_submodule('1'))")
@@ -24,7 +25,9 @@ def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it(
 
 
 def test_a_sequence_is_said_to_join_only_where_it_is_called_itself():
-    assert "  features: where it is called itself, blocks run together with" in str(make_efficient(build("kuangliu")))
+    assert "  features: where it is called itself, blocks run together with" in str(
+        convert_and_report(build("kuangliu"))
+    )
 
 
 def test_a_block_is_listed_once_though_its_container_looks_like_one_too():
@@ -38,10 +41,10 @@ def test_a_block_is_listed_once_though_its_container_looks_like_one_too():
                 x = torch.cat([x, layer(x) * 0.5], 1)
             return x
 
-    report = make_efficient(nn.Sequential(Outer()))
+    report = convert_and_report(nn.Sequential(Outer()))
     assert [change.name for change in report.changed] == ["0"]
     assert not report.unchanged
-    report = make_efficient(nn.Sequential(Outer()), "shared")
+    report = convert_and_report(nn.Sequential(Outer()), "shared")
     assert list(report.unchanged) == ["0"]
 
 
@@ -49,7 +52,7 @@ def test_a_list_of_layers_that_the_author_s_forward_calls_is_said_to_be_one():
     model = nn.Module()
     model.layers = nn.ModuleList(tiramisu(START + i * GROWTH) for i in range(3))
     model.head = nn.Linear(3, 2)
-    (reason,) = make_efficient(model).unchanged.values()
+    (reason,) = convert_and_report(model).unchanged.values()
     assert reason.startswith(
         "found a ModuleList, whose layers the author's forward calls one by one; a module is needed"
     )
@@ -72,7 +75,7 @@ class _TakesMask(Block):
 
 
 def test_what_our_trial_cannot_call_is_said_as_the_trial_s_trouble_and_once():
-    report = make_efficient(nn.ModuleList(_TakesMask() for _ in range(6)))
+    report = convert_and_report(nn.ModuleList(_TakesMask() for _ in range(6)))
     assert len(report.unchanged) == 6
     (line,) = (line for line in str(report).splitlines() if "our trial" in line)
     assert line.startswith("  0, 1, 2 and 3 more: could not be tried: our trial calls it with one tensor of 6 channels")
@@ -99,7 +102,7 @@ class _PadsByReflection(nn.Sequential):
 def test_a_block_that_needs_another_trial_input_gets_it(layer):
     block, x = Block(layer), block_batch().float().repeat(1, 1, 2, 2)
     plain = copy.deepcopy(block)
-    (changed,) = make_efficient(block).changed
+    (changed,) = convert_and_report(block).changed
     assert changed.recomputes == "each layer whole"
     assert 0 < changed.kept < changed.kept_before
     block(x).sum().backward()
@@ -118,7 +121,7 @@ class _DropoutBetween(LayerHalves):
 
 
 def test_a_reason_is_said_once():
-    report = make_efficient(nn.ModuleList(Block(TwoDropouts) for _ in range(3)))
+    report = convert_and_report(nn.ModuleList(Block(TwoDropouts) for _ in range(3)))
     lines = str(report).splitlines()
     assert [("that calls BatchNorm2d" in line, "(for the same reason)" in line) for line in lines[1:]] == [
         (True, False),
@@ -149,7 +152,7 @@ def _with(name: str, module: nn.Module) -> nn.Module:
     ],
 )
 def test_what_is_unusual_in_a_layer_is_named(build, found):
-    (changed,) = make_efficient(build()).changed
+    (changed,) = convert_and_report(build()).changed
     assert changed.engine.startswith("checkpoint (found ")
     assert found in changed.engine
 
@@ -159,7 +162,7 @@ def test_padding_given_by_name_is_the_usual_one():
     for layer in block.children():
         layer.conv2 = _conv(padding="same", bias=False).double()
     plain = copy.deepcopy(block)
-    assert [change.engine for change in make_efficient(block).changed] == ["shared"]
+    assert [change.engine for change in convert_and_report(block).changed] == ["shared"]
     assert_same_training(block, plain, block_batch())
 
 
@@ -172,7 +175,27 @@ def test_batched_gradients_are_refused_with_the_remedy():
     assert torch.autograd.functional.jacobian(block, x, vectorize=True).isfinite().all()
 
 
-@pytest.mark.parametrize("function", [make_efficient, checkpoint_wrapper])
+def test_a_conversion_is_logged_in_a_line_and_its_report_is_kept_until_restore(caplog):
+    model = nn.Sequential(features_block(), Block(TwoDropouts), ResidualDense())
+    caplog.set_level("INFO", "efficient_densenet")
+    assert make_efficient(model, "shared") is model
+    (line,) = (record.getMessage() for record in caplog.records if "make_efficient" in record.getMessage())
+    assert line.startswith("make_efficient: 2 of 3 dense blocks run by shared, 1 is left as it is: found a ")
+    report = conversion_report(model)
+    assert [change.name for change in report.changed] == ["0", "1"]
+    assert str(conversion_report(copy.deepcopy(model))) == str(report)
+    with pytest.raises(ValueError, match=r"found a Sequential without a report: call make_efficient\(model\)"):
+        conversion_report(restore(model))
+
+
+def test_a_model_without_a_dense_block_is_warned_of():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    with pytest.warns(UserWarning, match="make_efficient has converted nothing: found no dense block"):
+        assert make_efficient(model) is model
+    assert not conversion_report(model)
+
+
+@pytest.mark.parametrize("function", [make_efficient, conversion_report, checkpoint_wrapper])
 @pytest.mark.parametrize(
     ("value", "hint"),
     [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from dense_families import Block, tiramisu
 from grids import grid
-from helpers import assert_close
+from helpers import assert_close, convert_and_report
 from third_party_models import (
     CLASSES,
     GROWTH,
@@ -82,7 +82,7 @@ LAYOUTS = [_transition_last, _transition_first, _flat, _flat_after_the_stem]
 def test_layers_in_a_row_are_a_block_joined_with_the_transition_after_it(layout, layer):
     model = layout(*_stages(layer)).double()
     plain, classes, x = copy.deepcopy(model), list(map(type, model.modules())), torch.randn(3, 3, 9, 8).double()
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert [(change.layers, change.engine) for change in report.changed] == [(3, "shared")] * 2, str(report)
     assert len(report.joined) == 1
     assert_same_training(model, plain, x)
@@ -107,11 +107,11 @@ def test_a_hook_on_an_inner_sequence_is_called():
 def test_a_flat_network_saves_as_much_as_one_with_blocks_and_a_second_report_repeats_the_first():
     model, x = _flat(*_stages(OldestFirst)), torch.randn(4, 3, 32, 32)
     plain = saved_bytes(lambda: model(x))
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert saved_bytes(lambda: model(x)) < 0.3 * plain
     assert [change.name for change in report.changed] == ["1 to 3", "8 to 10"]
     assert "1 to 3: 3 layers, shared, saves" in str(report)
-    assert str(make_efficient(model)) == str(report)
+    assert str(convert_and_report(model)) == str(report)
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
@@ -139,13 +139,13 @@ def test_a_layer_in_a_row_that_differs_is_run_by_itself(interruption):
 def test_a_slice_of_a_converted_block_runs_and_can_be_restored(part):
     block = nn.Sequential(*_layers(OldestFirst, START)).double()
     plain = copy.deepcopy(block)
-    assert len(make_efficient(block)) == 1
+    assert len(convert_and_report(block)) == 1
     x = torch.randn(3, START + GROWTH * (part.start or 0), 6, 5, dtype=torch.double)
     assert_same_training(block[part], plain[part], x)
     assert type(restore(block[part])) is nn.Sequential
     assert_same_training(block[part], plain[part], x)
-    assert [change.layers for change in make_efficient(block[part]).changed] == [2]
-    assert [change.layers for change in make_efficient(block).changed] == [3]
+    assert [change.layers for change in convert_and_report(block[part]).changed] == [2]
+    assert [change.layers for change in convert_and_report(block).changed] == [3]
     restore(block)
     assert list(map(type, block.modules())) == list(map(type, plain.modules()))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grids import grid
-from helpers import assert_close
+from helpers import assert_close, convert_and_report
 from third_party_models import (
     GROWTH,
     START,
@@ -79,7 +79,7 @@ def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(trans
     model = Net(transition).double()
     model.skips = skips
     plain, classes = copy.deepcopy(model), list(map(type, model.modules()))
-    assert make_efficient(model).transitions == ["trans1", "trans2"]
+    assert convert_and_report(model).transitions == ["trans1", "trans2"]
     assert not {name for name in names_of_nodes(model(_images())) if "BatchNorm" in name}
     model.load_state_dict(plain.state_dict())
     assert_same_training(model, plain, _images())
@@ -88,12 +88,12 @@ def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(trans
 
 
 def test_functional_transitions_in_a_sequence_join_the_block_before():
-    assert make_efficient(build("kuangliu")).transitions == ["features.transition1", "features.transition2"]
+    assert convert_and_report(build("kuangliu")).transitions == ["features.transition1", "features.transition2"]
 
 
 def test_what_pools_otherwise_is_left_alone():
     model, plain = _pair(CeilMode)
-    assert not make_efficient(model).transitions
+    assert not convert_and_report(model).transitions
     assert_same_training(model, plain, _images())
 
 

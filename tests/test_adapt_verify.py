@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dense_families import Block, tiramisu
+from helpers import convert_and_report
 from third_party_models import (
     GROWTH,
     START,
@@ -41,7 +42,7 @@ def test_a_block_altered_after_conversion():
         del each.features.denseblock1.denselayer2
         each.features.transition1 = nn.Sequential(nn.Conv2d(START + GROWTH, 7, 1), nn.AvgPool2d(2)).double()
     plain.features.transition1.load_state_dict(model.features.transition1.state_dict())
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert [(change.layers, change.engine[:17]) for change in report.changed] == [
         (1, "shared"),
         (3, "checkpoint (found"),
@@ -56,7 +57,7 @@ def test_nothing_to_convert():
     resnet = pytest.importorskip("torchvision.models.resnet")
     model = resnet.ResNet(resnet.BasicBlock, [2, 1, 1, 1], 3)
     classes = list(map(type, model.modules()))
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert not report
     assert str(report) == "nothing to convert: found no dense block"
     assert list(map(type, model.modules())) == classes
@@ -109,7 +110,7 @@ def test_a_block_that_computes_something_else_is_reported_and_recomputed_whole_a
     model.add_module("good", FeaturesBlock([TakesFeatures(START)]))
     random = torch.get_rng_state()
     state, classes = copy.deepcopy(model.state_dict()), list(map(type, model[1].modules()))
-    report = make_efficient(model, "shared")
+    report = convert_and_report(model, "shared")
     assert torch.equal(torch.get_rng_state(), random)
     assert [change.name for change in report.changed] == ["good"]
     assert list(report.unchanged) == ["1"]
@@ -118,7 +119,7 @@ def test_a_block_that_computes_something_else_is_reported_and_recomputed_whole_a
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert list(map(type, model[1].modules())) == classes
     assert all(module.training for module in model.modules())
-    changed = {change.name: change for change in make_efficient(model).changed}
+    changed = {change.name: change for change in convert_and_report(model).changed}
     assert changed.keys() == ({"good"} if difference == "fails" else {"1", "good"})
     assert difference == "fails" or changed["1"].recomputes == "the block whole"
 
@@ -131,7 +132,7 @@ def test_a_module_with_a_second_name_does_not_stop_a_conversion(parametrized):
     for layer in block.layers if parametrized else ():
         nn.utils.parametrizations.weight_norm(layer[2])
     plain = copy.deepcopy(block)
-    (changed,) = make_efficient(nn.Sequential(block)).changed
+    (changed,) = convert_and_report(nn.Sequential(block)).changed
     assert changed.engine.partition(" ")[0] == ("checkpoint" if parametrized else "shared")
     assert_same_training(block, plain, block_batch())
 
@@ -140,13 +141,13 @@ def test_a_block_of_which_nothing_is_a_layer_is_reported_with_the_modules_found(
     class _DenseBlock(nn.Sequential):
         pass
 
-    report = make_efficient(_DenseBlock(nn.Conv2d(3, 4, 1), nn.PReLU()))
+    report = convert_and_report(_DenseBlock(nn.Conv2d(3, 4, 1), nn.PReLU()))
     assert not report
     assert report.unchanged[""].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
     assert str(report).startswith("nothing was changed\nnot changed\n  the model: found a Conv2d")
     block = features_block()
     block.forward = block.forward
-    assert make_efficient(block).unchanged[""] == "found a forward that is compiled or was set on the instance"
+    assert convert_and_report(block).unchanged[""] == "found a forward that is compiled or was set on the instance"
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -154,12 +155,12 @@ def test_computed_weights():
     block = features_block()
     torch.nn.utils.parametrizations.spectral_norm(block.denselayer1.conv1)
     state = copy.deepcopy(block.state_dict())
-    assert make_efficient(block).changed[0].engine.startswith("plain (found a parametrization")
-    assert make_efficient(block.eval()).changed[0].engine.startswith("checkpoint (found a parametrization")
+    assert convert_and_report(block).changed[0].engine.startswith("plain (found a parametrization")
+    assert convert_and_report(block.eval()).changed[0].engine.startswith("checkpoint (found a parametrization")
     assert all(torch.equal(value, state[key]) for key, value in block.state_dict().items())
     old = features_block()
     torch.nn.utils.weight_norm(old.denselayer2.conv2)
-    assert make_efficient(old).unchanged[""].startswith("holds weights that are no parameters")
+    assert convert_and_report(old).unchanged[""].startswith("holds weights that are no parameters")
     assert all(parameter.grad is None for parameter in old.parameters())
 
 
@@ -167,7 +168,7 @@ def test_computed_weights():
 def test_other_norms_run_through_the_checkpoint_engine(norm):
     block = features_block(norm=norm)
     plain = copy.deepcopy(block)
-    report = make_efficient(block)
+    report = convert_and_report(block)
     name = type(plain.denselayer1.norm1).__name__
     assert report.changed[0].engine.startswith(f"checkpoint (found a {name} inside a layer")
     choose._warned.clear()
@@ -205,7 +206,7 @@ class _WithFunction(nn.Module):
 def test_an_activation_that_is_a_function(name):
     block = nn.Sequential(*(_WithFunction(START + i * GROWTH, FUNCTIONS[name]) for i in range(3))).double()
     plain = copy.deepcopy(block)
-    (change,) = make_efficient(block).changed
+    (change,) = convert_and_report(block).changed
     assert change.engine.partition(" ")[0] == ("checkpoint" if name in ("clamp", "tanh", "selu") else "shared")
     assert_same_training(block, plain, block_batch())
 
@@ -217,7 +218,7 @@ def test_other_activations(activation):
         2, 3, 5, init_features=START, growth_rate=GROWTH, block_config=(2, 1), act=activation
     )
     plain = copy.deepcopy(model.double())
-    report = make_efficient(model)
+    report = convert_and_report(model)
     if activation in ("tanh", "prelu"):
         found = {"tanh": "Tanh", "prelu": "PReLU"}[activation]
         assert report.changed[0].engine.startswith(f"checkpoint (found a {found} inside a layer")
@@ -249,11 +250,11 @@ def _custom_parts(block: _CustomBlock) -> BlockParts:
 
 
 def test_a_custom_block_with_a_registered_reader():
-    assert not make_efficient(_CustomBlock())
+    assert not convert_and_report(_CustomBlock())
     register_block(_CustomBlock, _custom_parts)
     block = _CustomBlock().double()
     plain = copy.deepcopy(block)
-    report = make_efficient(nn.Sequential(block))
+    report = convert_and_report(nn.Sequential(block))
     assert [change.engine for change in report.changed] == ["shared"]
     assert_same_training(pickle.loads(pickle.dumps(block)), plain, block_batch())
     restore(block)
@@ -269,7 +270,7 @@ class _MisreadBlock(_CustomBlock):
 
 def test_a_registered_reader_is_verified_by_a_trial():
     register_block(_CustomBlock, _custom_parts)
-    report = make_efficient(_MisreadBlock())
+    report = convert_and_report(_MisreadBlock())
     assert not report
     assert report.unchanged[""].startswith("has other values")
 
@@ -279,7 +280,7 @@ def test_conversion_inside_gradient_and_autocast_modes(mode):
     model = build("gpleiss_efficient")
     plain = plain_reference("gpleiss_efficient", model)
     with mode():
-        assert len(make_efficient(model)) == 3
+        assert len(convert_and_report(model)) == 3
     assert_same_training(model, plain, image_batch("gpleiss_efficient"))
 
 
@@ -287,5 +288,5 @@ def test_a_model_on_the_meta_device_is_verified_on_the_cpu():
     densenet = pytest.importorskip("torchvision.models.densenet")
     with torch.device("meta"):
         model = densenet.DenseNet(4, (2, 1), 6)
-    assert len(make_efficient(model)) == 2
+    assert len(convert_and_report(model)) == 2
     assert all(parameter.is_meta for parameter in model.parameters())

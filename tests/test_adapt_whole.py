@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from dense_families import CHANNELS, DEPTH, GROWTH, Block, Concatenating, ResidualDense, ResidualInResidual
 from grids import grid
-from helpers import assert_all_close, assert_close, assert_same_buffers, assert_same_gradients
+from helpers import assert_all_close, assert_close, assert_same_buffers, assert_same_gradients, convert_and_report
 from third_party_models import assert_same_training
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from efficient_densenet import convert_batchnorm, make_efficient, restore
+from efficient_densenet import convert_batchnorm, restore
 from efficient_densenet.memory import saved_bytes, tensor_peak
 
 pytestmark = pytest.mark.filterwarnings("ignore:falling back from engine 'shared' to 'checkpoint'")
@@ -39,7 +39,7 @@ def _pair(block: nn.Module, engine: bool | str = True) -> tuple[nn.Module, nn.Mo
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.5, std=0.3)
     plain = copy.deepcopy(block)
-    return block, plain, make_efficient(block, engine)
+    return block, plain, convert_and_report(block, engine)
 
 
 def _batch(dims: int = 2, side: int = 6) -> Tensor:
@@ -160,7 +160,7 @@ def test_nine_residual_dense_blocks_take_a_quarter_of_plain_s_memory():
     groups = (ResidualInResidual(64, 32) for _ in range(3))
     plain, x = nn.Sequential(families.conv(3, 64), *groups, families.conv(64, 3)), torch.randn(1, 3, 48, 48)
     best, checkpoint = copy.deepcopy(plain), copy.deepcopy(plain)
-    for report in (make_efficient(best), make_efficient(checkpoint, "checkpoint")):
+    for report in (convert_and_report(best), convert_and_report(checkpoint, "checkpoint")):
         assert [change.name for change in report.changed] == [f"{i}.blocks.{j}" for i in (1, 2, 3) for j in range(3)]
     assert max(_peak(best, x), _peak(checkpoint, x)) <= 0.27 * _peak(plain, x)
 
@@ -191,26 +191,26 @@ def test_what_the_shared_engine_saves_is_true_masks_included(drop_rate):
 
 
 def test_the_innermost_module_that_looks_like_a_block_is_converted():
-    report = make_efficient(nn.Sequential(families.conv(3, CHANNELS, 1), ResidualDense()))
+    report = convert_and_report(nn.Sequential(families.conv(3, CHANNELS, 1), ResidualDense()))
     assert [change.name for change in report.changed] == ["1"]
 
 
 def test_an_engine_that_cannot_run_it_leaves_it_alone_and_says_so():
     model = nn.Sequential(ResidualDense())
-    report = make_efficient(model, "shared")
+    report = convert_and_report(model, "shared")
     assert list(report.unchanged) == ["0"]
     assert report.unchanged["0"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
-    make_efficient(model)
-    make_efficient(model, "plain")
+    convert_and_report(model)
+    convert_and_report(model, "plain")
     assert type(model[0]) is ResidualDense
 
 
 def test_a_block_that_is_recomputed_whole_takes_another_engine_and_is_found_again():
     block, plain, report = _pair(ResidualDense())
-    assert str(make_efficient(block)) == str(report)
-    assert not make_efficient(block, "shared")
+    assert str(convert_and_report(block)) == str(report)
+    assert not convert_and_report(block, "shared")
     assert list(map(type, block.modules())) == list(map(type, plain.modules()))
-    (changed,) = make_efficient(block, "checkpoint").changed
+    (changed,) = convert_and_report(block, "checkpoint").changed
     assert changed.engine == "checkpoint"
     _assert_same_training(block, plain, _batch())
 
@@ -231,7 +231,7 @@ def test_a_changed_scale_is_noticed():
     block.scale = plain.scale = 0.7
     with pytest.warns(UserWarning, match="scale of a ResidualDense was 0.2 and is 0.7"):
         _assert_same_training(block, plain, _batch())
-    make_efficient(block)
+    convert_and_report(block)
     assert _values_per_pixel(block, _batch()) < 0.5 * _values_per_pixel(plain, _batch())
     _assert_same_training(block, plain, _batch())
 
@@ -327,7 +327,7 @@ def test_layers_with_reentrant_checkpoints_inside_train(engine):
     plain = nn.Sequential(families.conv(CHANNELS, CHANNELS), Block(ReentrantLayer)).double()
     ours = copy.deepcopy(plain)
     convert_batchnorm(plain)  # the author's checkpoints would update the running statistics twice
-    assert [changed.name for changed in make_efficient(ours, engine).changed] == ["1"]
+    assert [changed.name for changed in convert_and_report(ours, engine).changed] == ["1"]
     for _ in range(2):
         x = _batch()
         for model in (plain, ours):
@@ -343,7 +343,7 @@ def test_the_stages_of_timm_s_rdnet():
     options = {"is_downsample_block": (None, True, False), "num_init_features": 24, "num_classes": 5}
     model = rdnet.RDNet(**shape, **options, drop_path_rate=0.2, ls_init_value=0.5).double()
     plain = copy.deepcopy(model)
-    report = make_efficient(model)
+    report = convert_and_report(model)
     assert [(change.name, change.layers) for change in report.changed] == [
         (f"dense_stages.{name}", 3) for name in ("0", "1.2", "2.2")
     ]

@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from helpers import add_conv_biases, assert_close, nodes_of
+from helpers import add_conv_biases, assert_close, convert_and_report, nodes_of
 from torch import Tensor, nn
 
-from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models, make_efficient
+from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models
 from efficient_densenet.memory import tensor_peak
 
 PAPER = {"fc_densenet56": 1.4, "fc_densenet67": 3.5, "fc_densenet103": 9.4}
@@ -60,7 +60,7 @@ def test_all_blocks_run_by_the_shared_engine_with_the_transitions_down_inside():
     assert names.count("SharedStage") == 11
     assert names.count("Convolution") == 1 + 5 + 1  # the first, the transposed ones, the classifier
     assert not any("BatchNorm" in name for name in names)
-    assert [change.engine for change in make_efficient(_small()).changed] == ["shared"] * 5
+    assert [change.engine for change in convert_and_report(_small()).changed] == ["shared"] * 5
 
 
 def test_every_size_from_the_smallest_on():

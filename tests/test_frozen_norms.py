@@ -7,10 +7,9 @@ import pytest
 import torch
 import torchvision
 from frozen_norms import CLASSES, Buffers, ConstantInForward, TorchvisionNorm, named, replace_norms
-from helpers import assert_same_step, nodes_of, small_model
+from helpers import assert_same_step, convert_and_report, nodes_of, small_model
 from torch import Tensor, nn
 
-from efficient_densenet import make_efficient
 from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import is_norm, parts_of
 from efficient_densenet.engine.refuse import joined_consumer
@@ -63,6 +62,6 @@ def test_torchvision_s_densenet_with_frozen_norms_is_converted():
     config = {"growth_rate": 8, "block_config": (2, 3, 2), "num_init_features": 8, "num_classes": 5}
     plain = replace_norms(torchvision.models.DenseNet(**config), TorchvisionNorm).double()
     model, x = copy.deepcopy(plain), torch.randn(2, 3, 64, 64, dtype=torch.double)
-    assert [change.engine for change in make_efficient(model).changed] == ["shared"] * 3
+    assert [change.engine for change in convert_and_report(model).changed] == ["shared"] * 3
     assert "SharedStage" in nodes_of(model.features(x))
     assert_same_step(model, plain, x)

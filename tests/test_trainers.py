@@ -8,9 +8,9 @@ import pytest
 import torch
 import trainer_steps
 from forks import forked_demo, results_of_processes
-from helpers import assert_close, assert_same_buffers, assert_same_gradients
+from helpers import assert_close, assert_same_buffers, assert_same_gradients, convert_and_report
 
-from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet import DenseNet
 
 pytestmark = pytest.mark.exhaustive  # the libraries take seconds to import
 CASES = {
@@ -89,7 +89,7 @@ def test_a_backbone_of_transformers():
     config = transformers.TimmBackboneConfig(backbone="densenet121", use_pretrained_backbone=False, out_indices=[1, 4])
     ours, plain = (transformers.TimmBackbone(config).double().train() for _ in range(2))
     plain.load_state_dict(ours.state_dict())
-    report = make_efficient(ours)
+    report = convert_and_report(ours)
     assert [change.engine for change in report.changed] == ["shared"] * 4
     x = torch.randn(2, 3, 64, 64, dtype=torch.double)
     maps = [model(x).feature_maps for model in (ours, plain)]

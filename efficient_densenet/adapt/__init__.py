@@ -6,7 +6,16 @@ converted module becomes a subclass of the same name. `restore(model)` undoes th
 """
 
 from ..engine.parts import BlockParts, LayerParts, register_block
-from .convert import make_efficient, restore
+from .convert import conversion_report, make_efficient, restore
 from .report import Changed, Report
 
-__all__ = ["BlockParts", "Changed", "LayerParts", "Report", "make_efficient", "register_block", "restore"]
+__all__ = [
+    "BlockParts",
+    "Changed",
+    "LayerParts",
+    "Report",
+    "conversion_report",
+    "make_efficient",
+    "register_block",
+    "restore",
+]

@@ -1,6 +1,9 @@
 """Convert every dense block of a model in place, and restore the blocks."""
 
+import logging
+import warnings
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +31,16 @@ from .sequences import (
 from .structure import count_layers, first_conv, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
-    """Run every dense block in `model` by `engine`, and report what was changed, what was not, and why.
+logger = logging.getLogger(__name__.partition(".")[0])
+
+
+def make_efficient(model: Model, engine: bool | str = True) -> Model:
+    """Run every dense block in `model` by `engine`, in place, and return `model`.
+
+    What was changed, what was not, and why, is in `conversion_report(model)`; a line of it is logged. Where nothing was
+    converted, a warning says so.
 
     Args:
         model: any module, such as a DenseNet, a network with a DenseNet inside, or a wrapped model. Blocks of this
@@ -39,6 +49,29 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
             change the engine, and verifies blocks again that have changed.
     """
     check_module("make_efficient", model)
+    report = convert(model, engine)
+    vars(model)["_conversion_report"] = report
+    if report:
+        logger.info("make_efficient: %s", report.summary())
+    else:
+        warnings.warn(f"make_efficient has converted nothing: {report.summary()}", stacklevel=2)
+    return model
+
+
+def conversion_report(model: nn.Module) -> Report:
+    """What the last `make_efficient(model)` changed, what it did not, and why."""
+    check_module("conversion_report", model)
+    report = vars(model).get("_conversion_report")
+    if report is None:
+        raise ValueError(
+            f"conversion_report needs a model that make_efficient has returned, found a {type(model).__name__} without "
+            "a report: call make_efficient(model) with the same model first"
+        )
+    return report
+
+
+def convert(model: nn.Module, engine: bool | str = True) -> Report:
+    """Run every dense block in `model` by `engine`, and report it."""
     parsed, report = choose.parse(engine), Report()
     for module in _blocks(model):
         if module._conversion.pattern == WHOLE:  # it may have become a dense block
@@ -56,6 +89,7 @@ def make_efficient(model: nn.Module, engine: bool | str = True) -> Report:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `make_efficient`, in place, and return `model`."""
+    vars(model).pop("_conversion_report", None)
     for module in list(model.modules()):
         if isinstance(module, ConvertedSequence):
             remove_mixin(module, ConvertedSequence)

@@ -57,6 +57,7 @@ MODES -= {"is_tensor", "is_storage"}
 MODES |= {"manual_seed", "seed", "initial_seed", "load", "save", "use_deterministic_algorithms"}
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # added by the conversion itself
+    "_conversion_report",
     "_engine_plans",  # kept by engine/read.py
     "keep_bottleneck",  # read at every forward
     "_is_replica",  # set by nn.DataParallel

@@ -39,7 +39,9 @@ class Changed:
 
 @dataclass
 class Report:
-    """The changes of a model by `make_efficient`. The report is true if anything was changed; `print` shows all of it.
+    """The changes of a model by `make_efficient`, from `conversion_report`.
+
+    The report is true if anything was changed; `print` shows all of it.
 
     Attributes:
         changed: the dense blocks that were changed.
@@ -74,6 +76,21 @@ class Report:
 
     def __len__(self) -> int:
         return len(self.changed)
+
+    def summary(self) -> str:
+        """The report in a line, such as "3 of 4 dense blocks run by shared, 1 is left as it is: …"."""
+        if not (self.changed or self.unchanged):
+            return "found no dense block"
+        total, parts = len(self.changed) + len(self.unchanged), list[str]()
+        for engine in dict.fromkeys(change.engine.partition(" ")[0].rstrip(",") for change in self.changed):
+            count = sum(change.engine.startswith(engine) for change in self.changed)
+            parts.append(f"{count} of {_count(range(total), 'dense block')} run by {engine}")
+        if self.unchanged:
+            as_it_is = (
+                "1 is left as it is" if len(self.unchanged) == 1 else f"{len(self.unchanged)} are left as they are"
+            )
+            parts.append(f"{as_it_is}: {'; '.join(dict.fromkeys(self.unchanged.values()))}")
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         if not (self.changed or self.unchanged):

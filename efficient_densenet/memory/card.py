@@ -48,7 +48,7 @@ def what_fits(
 
     The other arguments are those of `largest_batch`; `batch_size` is a batch to ask about.
     """
-    from ..adapt import make_efficient  # imports the models, which import this package
+    from ..adapt.convert import convert  # imports the models, which import this package
 
     engines = [engines] if isinstance(engines, str) else engines
     precisions = [precisions] if isinstance(precisions, str) else precisions
@@ -57,7 +57,7 @@ def what_fits(
         traced = MetaModel(model, optimizer=optimizer, precision=precision, device="cuda", loss=loss)
         shape = shape or image_shape(traced, image_size)
         for engine in engines:
-            make_efficient(traced.model, engine)
+            convert(traced.model, engine)
             tried = dict[int, int]()
             try:
                 largest = batch_that_fits(traced, shape, budget, tried=tried)

@@ -99,7 +99,7 @@ def predict(
         loss: a function of the model's output. Default: the cross entropy of an output (N, classes, ...), the sum of
             any other output.
     """
-    from ..adapt import make_efficient  # imports the models, which import this package
+    from ..adapt.convert import convert  # imports the models, which import this package
 
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
     engine = engine_of(traced.model)
@@ -108,7 +108,7 @@ def predict(
     inference = traced.inference(input_shape)
     by_engine, refused = dict[str, StepMemory](), dict[str, str]()
     for each in ENGINES if engine_blocks(traced.model) else ():
-        make_efficient(traced.model, each.value)
+        convert(traced.model, each.value)
         try:
             by_engine[each.value] = traced.training_step(input_shape)
         except ValueError as error:
