@@ -91,10 +91,10 @@ def _network(around: bool, tied: bool) -> nn.Module:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize(
     *grid(
-        # torch.utils.checkpoint recomputes in the mode of the backward; a tied norm's cumulative average has an order.
+        # torch.utils.checkpoint recomputes in the mode of the backward.
         lambda use, engine, momentum, tied: (
             not (use is _eval_before_the_backward and engine in ("official", *AROUND))
-            and not (tied and (engine in AROUND or momentum is None))
+            and not (tied and engine in AROUND)
             and not (use is _several_backwards and engine == AROUND[0])
         ),
         engine=["plain", "official", "checkpoint", "shared", *AROUND],
@@ -127,6 +127,36 @@ def test_uses_of_every_engine_and_of_torch_s_checkpoint_around_our_norms(engine,
         use(model, lambda *arguments, model=model: run(model, *arguments), optimizer)
     assert_same_buffers(ours, plain)
     assert_same_gradients(ours, plain, 1e-9)
+
+
+def _share_statistics(first: nn.Module, second: nn.Module) -> None:
+    second.running_mean, second.running_var = first.running_mean, first.running_var
+
+
+def _share_count(first: nn.Module, second: nn.Module) -> None:
+    second.num_batches_tracked = first.num_batches_tracked
+
+
+def _share_memory_of_the_mean(first: nn.Module, second: nn.Module) -> None:
+    second.running_mean.data = first.running_mean.data
+
+
+@pytest.mark.parametrize(
+    *grid(
+        share=[_share_statistics, _share_count, _share_memory_of_the_mean],
+        momenta=[(0.1, 0.1), (None, None), (0.3, 0.1), (None, 0.1)],
+    )
+)
+def test_norms_that_share_tensors_update_them_in_the_order_of_plain(share, momenta):
+    plain = small_model("bc", efficient=False)
+    models = plain, with_engine(plain, "shared")
+    for model in models:
+        first, second = model.features.denseblock1.children()
+        share(first.norm2, second.norm2)
+        first.norm2.momentum, second.norm2.momentum = momenta
+        for i in range(3):
+            model(torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(i), dtype=torch.double)).sum()
+    assert_same_buffers(*models)
 
 
 @pytest.mark.parametrize("engine", ["official", "checkpoint"])

@@ -36,12 +36,12 @@ class RunningStatistics:
     """The running statistics of norms that a forward updates, which are read anew in each."""
 
     def __init__(self, updates: Sequence[NormUpdate]) -> None:
-        self.by_momentum: dict[float | None, list[tuple[dict[str, Any], tuple[int, int], int | None]]] = {}
+        self.calls: list[tuple[float | None, list[tuple[dict[str, Any], tuple[int, int], int | None]]]] = []
         for norm, columns, bias in updates:
             if norm.track_running_stats:
-                if norm.momentum not in self.by_momentum:
-                    self.by_momentum[norm.momentum] = []
-                self.by_momentum[norm.momentum].append((norm._buffers, (columns.start, columns.stop), bias))
+                if not self.calls or self.calls[-1][0] != norm.momentum:  # norms that share a tensor keep their order
+                    self.calls.append((norm.momentum, []))
+                self.calls[-1][1].append((norm._buffers, (columns.start, columns.stop), bias))
 
     def update(self, statistics: Tensor, parameters: Sequence[Tensor | None]) -> None:
         """Update them from rows of batch means and unbiased variances, in a forward that is no recomputation.
@@ -49,10 +49,10 @@ class RunningStatistics:
         An outer checkpoint recomputes this forward while autograd executes a backward: the recomputation updates
         nothing.
         """
-        if not self.by_momentum or not is_first_forward():
+        if not self.calls or not is_first_forward():
             return
         with torch.no_grad():
-            for momentum, norms in self.by_momentum.items():
+            for momentum, norms in self.calls:
                 running, counts, columns, biases = [], [], [], []
                 for buffers, (start, stop), bias in norms:
                     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
@@ -87,8 +87,18 @@ def _update(
     `columns` are the first column of each norm and the column after its last. Without momentum the running statistics
     are cumulative averages: the weight is 1 / num_batches_tracked.
 
+    Tensors that several norms share are updated for one norm after the other, as plain modules do.
+
     PyTorch's batch norm leaves the versions of its running statistics as they are, and autograd may have saved them.
     """
+    tensors = [*running, *num_batches_tracked]
+    if len(biases) > 1 and len(set(map(Tensor.data_ptr, tensors))) < len(tensors):
+        for i, bias in enumerate(biases):
+            counts = num_batches_tracked[i : i + 1] if momentum is None else []
+            _update(running[2 * i : 2 * i + 2], counts, statistics, columns[2 * i : 2 * i + 2], [bias], momentum)
+        for count in num_batches_tracked if momentum is not None else ():  # of those norms that have one
+            count.add_(1)
+        return
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
     batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
