@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 from grids import grid
-from helpers import assert_same_buffers, assert_same_gradients, assert_same_step, small_model, with_engine
+from helpers import assert_close, assert_same_buffers, assert_same_gradients, assert_same_step, small_model, with_engine
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -157,6 +157,34 @@ def test_norms_that_share_tensors_update_them_in_the_order_of_plain(share, momen
         for i in range(3):
             model(torch.randn(4, 3, 9, 7, generator=torch.Generator().manual_seed(i), dtype=torch.double)).sum()
     assert_same_buffers(*models)
+
+
+def _hold_as_parameters(norm: nn.Module) -> None:
+    for name in ("running_mean", "running_var"):
+        setattr(norm, name, nn.Parameter(norm._buffers.pop(name), requires_grad=False))
+
+
+def _hold_as_attributes(norm: nn.Module) -> None:
+    for name in list(norm._buffers):
+        vars(norm)[name] = norm._buffers.pop(name)
+
+
+@pytest.mark.parametrize(
+    *grid(engine=["official", "checkpoint", "shared"], hold=[_hold_as_parameters, _hold_as_attributes], first=[0, 2])
+)
+def test_statistics_that_are_no_buffers_update_once(engine, hold, first):
+    plain = small_model("bc", efficient=False)
+    models = plain, with_engine(plain, engine)
+    for i in range(4):
+        norms = [[each for each in model.modules() if isinstance(each, nn.BatchNorm2d)] for model in models]
+        for norm in (*norms[0], *norms[1]) if i == first else ():
+            hold(norm)
+        x = torch.randn(4, 3, 9, 7, dtype=torch.double)
+        for model in models:
+            model(x).sum().backward()
+    for expected, actual in zip(*norms, strict=True):
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            assert_close(getattr(actual, name), getattr(expected, name))
 
 
 @pytest.mark.parametrize("engine", ["official", "checkpoint"])

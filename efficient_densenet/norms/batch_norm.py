@@ -17,6 +17,8 @@ from .._recompute_mode import is_recomputing
 from .._torch_private import in_backward, without_dispatch_modes
 
 Module = TypeVar("Module", bound=nn.Module)
+STATISTICS = "running_mean", "running_var", "num_batches_tracked"
+"""What a forward in training mode updates. Torch's norms have buffers; other code may have parameters or attributes."""
 
 if TYPE_CHECKING:
     _NormMixin = _BatchNorm  # the mixins call methods of the norm that they are added to
@@ -40,6 +42,8 @@ class UpdatesOnce(_NormMixin):
         copied.__dict__.update(vars(self))
         with without_dispatch_modes():  # selective checkpointing requires the operations of the forward, and no others
             copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
+            no_buffers = {name: getattr(self, name, None) for name in STATISTICS if name not in self._buffers}
+            vars(copied).update({name: b.detach().clone() for name, b in no_buffers.items() if b is not None})
         return super(UpdatesOnce, copied).forward(input)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..._tensors import as_dtype
 from ..._torch_private import foreach_add_, foreach_lerp_
-from ...norms.batch_norm import is_first_forward
+from ...norms.batch_norm import STATISTICS, is_first_forward
 from ..operator import LIBRARY, are_ordinary, implement
 from ..parts import Norm
 
@@ -41,7 +41,7 @@ class RunningStatistics:
             if norm.track_running_stats:
                 if not self.calls or self.calls[-1][0] != norm.momentum:  # norms that share a tensor keep their order
                     self.calls.append((norm.momentum, []))
-                self.calls[-1][1].append((norm._buffers, (columns.start, columns.stop), bias))
+                self.calls[-1][1].append((vars(norm), (columns.start, columns.stop), bias))
 
     def update(self, statistics: Tensor, parameters: Sequence[Tensor | None]) -> None:
         """Update them from rows of batch means and unbiased variances, in a forward that is no recomputation.
@@ -54,9 +54,13 @@ class RunningStatistics:
         with torch.no_grad():
             for momentum, norms in self.calls:
                 running, counts, columns, biases = [], [], [], []
-                for buffers, (start, stop), bias in norms:
+                for attributes, (start, stop), bias in norms:
+                    buffers = attributes["_buffers"]
                     mean, variance = buffers.get("running_mean"), buffers.get("running_var")
                     count = buffers.get("num_batches_tracked")
+                    if mean is None or variance is None or count is None:  # other code may have put them elsewhere
+                        held = buffers | attributes["_parameters"] | attributes
+                        mean, variance, count = (held.get(name) for name in STATISTICS)
                     if mean is None or variance is None or (momentum is None and count is None):
                         if count is not None:  # any buffer may have been set to None
                             count.add_(1)
