@@ -1,5 +1,7 @@
-"""Image files, and their preparation for a model: the central square, upright, with 8 bits a channel."""
+"""Image files, and their preparation for a model: the central square, upright, with all bits that a file has."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,12 +41,13 @@ def image_files(path: Path) -> list[Path]:
     return found
 
 
-def open_image(path: str | Path, channels: int) -> "Image":
-    """The image in a file, as by `to_8bit`."""
+@contextlib.contextmanager
+def open_image(path: str | Path) -> "Iterator[Image]":
+    """The image in a file; what fails in decoding or preparing it is an error that names the file."""
     pillow = need("PIL.Image", extra="weights")
     try:
         with pillow.open(path, formats=sorted(set(FORMATS.values()))) as opened:
-            return to_8bit(opened, channels)
+            yield opened
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as exc:
         reason = (
             "it cannot be identified" if isinstance(exc, pillow.UnidentifiedImageError) else " ".join(f"{exc}".split())
@@ -52,24 +55,42 @@ def open_image(path: str | Path, channels: int) -> "Image":
         raise UndecodableImage(f"{path} is not an image that can be decoded ({reason}): replace or remove it") from exc
 
 
-def to_8bit(image: "Image", channels: int) -> "Image":
-    """The image in gray or, for three channels, in RGB: scaled from 16 bits to 8, and rotated by its EXIF
-    orientation."""
-    if image.mode in ("I", "F"):
-        raise ValueError(f"its pixels are of mode {image.mode}, whose white level is not known: convert them to 8 bits")
+def is_deep(image: "Image") -> bool:
+    """Whether an image has more than 8 bits a channel."""
+    return image.mode == "F" or image.mode.startswith("I")
+
+
+def to_channels(image: "Image", channels: int, value_range: tuple[float, float] | None = None) -> "Image":
+    """The image upright, in gray or, for three channels, in RGB.
+
+    Gray images of more than 8 bits stay float32, in one channel, with `value_range` scaled to 0 to 255. By default
+    that is the range that the file declares.
+    """
+    if not is_deep(image) and ";16" in str(getattr(image, "tile", "")):
+        raise ValueError("it has 16 bits a channel in color, of which Pillow reads 8: convert it to 8 bits or to gray")
     upright = need("PIL.ImageOps", extra="weights").exif_transpose(image)
-    upright.info.pop("transparency", None)  # convert() would warn about it
-    if upright.mode.startswith("I;16"):
-        upright = upright.convert("I").point(lambda value: value / 257 + 0.5).convert("L")
-    return upright.convert("RGB" if channels == 3 else "L")
+    if not is_deep(image):
+        upright.info.pop("transparency", None)  # convert() would warn about it
+        return upright.convert("RGB" if channels == 3 else "L")
+    if value_range is None and not (image.mode.startswith("I;16") or image.format == "PPM"):
+        raise ValueError(f"its pixels are of mode {image.mode}, whose white level is not known: convert them to 8 bits")
+    low, high = value_range or (0, 65535)
+    scale = 255 / (high - low)
+    return upright.convert("F").point(lambda value: value * scale - low * scale)
+
+
+def to_tensor(image: "Image") -> Tensor:
+    """An image of `to_channels` as (channels, height, width), uint8 or float32."""
+    dtype = torch.float32 if image.mode == "F" else torch.uint8
+    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=dtype)
+    return pixels.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
 def central_square(image: "Image", size: int) -> Tensor:
-    """The central square of an image of 8 bits, resized to (channels, size, size), uint8."""
+    """The central square of an image of `to_channels`, resized to (channels, size, size)."""
     side = min(image.size)
     left, top = ((length - side) // 2 for length in image.size)
     if image.size != (size, size):
         bilinear = need("PIL.Image", extra="weights").Resampling.BILINEAR
         image = image.crop((left, top, left + side, top + side)).resize((size, size), bilinear)
-    raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    return raw.view(size, size, -1).permute(2, 0, 1)
+    return to_tensor(image)

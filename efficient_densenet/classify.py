@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import check_integer
-from ._images import UndecodableImage, image_files, open_image
+from ._images import UndecodableImage, image_files, open_image, to_channels, to_tensor
 from .models.densenet import DenseNet
 from .models.zoo import create_model
 from .weights.config import ModelConfig
@@ -69,7 +69,8 @@ class Classifier:
     def __call__(self, path: Path, top: int = 1) -> Prediction:
         """The `top` likeliest classes of the image in a file."""
         device = next(self.model.parameters()).device
-        x = self.prepare(open_image(path, self.model.in_channels)).to(device)
+        with open_image(path) as image:
+            x = self.prepare(image).to(device)
         features = self.model.forward_features(x[None])
         probabilities = self.model.forward_head(features).softmax(1)[0]
         if not probabilities.isfinite().all():
@@ -86,7 +87,14 @@ def load_classifier(source: str) -> Classifier:
     of a folder with model.pt and config.json, as training by the demos writes it."""
     if source in PUBLISHED:
         model = create_model(source, weights="DEFAULT")
-        return Classifier(model.eval(), weights_transforms(source), weights_classes(source))
+        transforms = weights_transforms(source)
+
+        def prepare(image: "Image") -> Tensor:
+            gray_or_rgb = to_channels(image, 3)
+            deep = to_tensor(gray_or_rgb).expand(3, -1, -1) / 255 if gray_or_rgb.mode == "F" else None
+            return transforms(gray_or_rgb if deep is None else deep)
+
+        return Classifier(model.eval(), prepare, weights_classes(source))
     path = find_checkpoint(source)
     weights = path / "model.pt" if path.is_dir() else path
     if not weights.is_file():

@@ -1,6 +1,10 @@
 """Decoding, streaming, augmenting and normalizing images."""
 
+import json
 import os
+import re
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,9 @@ from samples import DIGITS, TINY, demo, refused, write_folder
 from training.data import Images, load
 from training.data.augment import Transform, generator_for, transform_for
 from training.data.folder import decode
+
+from efficient_densenet._images import UndecodableImage
+from efficient_densenet.weights.transforms import ImageTransform
 
 
 def test_streamed_images_equal_those_in_memory_in_any_number_of_processes(tmp_path):
@@ -67,20 +74,90 @@ def _ramp(folder: Path) -> tuple[Path, Image.Image]:
     return path, Image.fromarray(gray.numpy())
 
 
-@pytest.mark.parametrize("dtype", ["uint16", ">u2"])
-def test_sixteen_bits_are_scaled_to_eight(tmp_path, dtype):
-    path, ramp = _ramp(tmp_path)
-    path = path.with_suffix(".tif")
-    deep = (np.asarray(ramp).astype(int) * 257).astype(dtype)
-    Image.frombytes("I;16B" if dtype == ">u2" else "I;16", ramp.size, deep.tobytes()).save(path)
-    assert torch.equal(decode(path, 24, channels=1), torch.from_numpy(np.array(ramp))[None])
+def _deep_folder(folder: Path, name: str, images: dict[str, Image.Image]) -> Path:
+    for split in ("train", "test"):
+        for label, image in images.items():
+            (folder / split / label).mkdir(parents=True)
+            for i in range(4):
+                image.save(folder / split / label / f"{i}{name}")
+    return folder
 
 
-def test_pixels_without_a_known_white_level_are_refused(tmp_path):
-    path = tmp_path / "image.tif"
-    Image.new("F", (9, 9)).save(path)
-    with pytest.raises(ValueError, match="its pixels are of mode F, whose white level is not known"):
-        decode(path, 8)
+LEVELS = np.arange(4096).reshape(64, 64)
+ABOVE = LEVELS + 1000
+DEEP = {
+    "twelve bits.png": Image.fromarray(ABOVE.astype(np.uint16)),
+    "twelve bits of big endian.tif": Image.frombytes("I;16B", (64, 64), ABOVE.astype(">u2").tobytes()),
+    "fractions.tif": Image.fromarray((ABOVE / 4095).astype(np.float32)),
+    "32 bits.tif": Image.fromarray((100_000 * ABOVE).astype(np.int32)),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", DEEP)
+def test_all_levels_of_deep_images_are_kept_between_black_and_white_of_the_training_images(name, stream, tmp_path):
+    dark = np.asarray(DEEP[name]).copy()
+    dark[32:] = dark[0, 0]
+    _deep_folder(tmp_path, name, {"dark": Image.fromarray(dark), "light": DEEP[name]})
+    loaded = load(str(tmp_path), image_size=64, stream=stream, workers=0, channels=1)
+    assert loaded.value_range == DEEP[name].convert("F").getextrema()
+    ((images, _),) = loaded.test.fetch([torch.tensor([0, 7])])
+    expected = torch.arange(4096).view(1, 64, 64) * (255 / 4095)
+    torch.testing.assert_close(images[1], expected, rtol=0, atol=1e-3)
+    assert len(images[1].unique()) == 4096
+    assert images[0][:, 32:].abs().max() < 1e-3
+    prepare = ImageTransform(64, (0.0,), (1.0,), loaded.value_range)
+    with Image.open(tmp_path / "test" / "light" / f"0{name}") as image:
+        assert torch.equal(prepare(image), images[1])
+    other = load(str(tmp_path), image_size=64, stream=stream, workers=0, value_range=(0, 1e6))
+    assert other.train.fetch([torch.tensor([7])]).__next__()[0].shape == (1, 3, 64, 64)
+    assert other.value_range == (0, 1e6)  # of the run that goes on
+
+
+def test_a_run_on_twelve_bits_saves_their_range_and_predicts_with_it(tmp_path):
+    rng = np.random.default_rng(0)
+    images = {name: rng.integers(low, low + 400, (20, 20)) for name, low in (("dark", 500), ("light", 3000))}
+    _deep_folder(tmp_path / "own", ".png", {k: Image.fromarray(v.astype(np.uint16)) for k, v in images.items()})
+    low, high = images["dark"].min(), images["light"].max()
+    words = "--n_epochs 20 --batch_size 4 --lr 0.05 --valid_size 0 --recipe one_cycle --data own --save run"
+    done = demo("cp_demo.py", *TINY, *words.split(), cwd=tmp_path)
+    assert f"images of more than 8 bits: {low} is black and {high} is white" in done.stdout, done.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["model"]
+    assert config["value_range"] == [low, high]
+    assert "test error 0.00%" in done.stdout
+    done = demo("predict.py", "own/test", "--model", "run", cwd=tmp_path)
+    for line in done.stdout.splitlines():
+        assert re.match(r"own/test/(\w+)/\d.png: \1 \(", line), done.stdout
+    (tmp_path / "own" / "train").rename(tmp_path / "away")
+    for label, image in images.items():  # other files with other ends
+        (tmp_path / "own" / "train" / label).mkdir(parents=True)
+        Image.fromarray((4 * image).astype(np.uint16)).save(tmp_path / "own" / "train" / label / "0.png")
+    assert "test error 0.00%" in demo("cp_demo.py", "--evaluate", "run", cwd=tmp_path).stdout
+
+
+def test_sixteen_bits_that_a_file_declares_are_kept_in_predicting(tmp_path):
+    path = tmp_path / "deep.png"
+    Image.fromarray(LEVELS.astype(np.uint16) * 16).save(path)
+    with Image.open(path) as image:
+        found = ImageTransform(64, (0.0,) * 3, (1.0,) * 3)(image)
+    assert found.shape == (3, 64, 64)
+    torch.testing.assert_close(found[0], torch.arange(4096).view(64, 64) * 16 / 257, rtol=1e-6, atol=1e-5)
+
+
+def test_deep_images_without_a_known_range_are_refused(tmp_path):
+    paths = [tmp_path / name for name in ("float.tif", "color.png", "deep.png")]
+    Image.new("F", (9, 9)).save(paths[0])
+    raw = b"".join(b"\0" + bytes(6 * 9) for _ in range(9))
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 9, 9, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(raw)), (b"IEND", b"")
+    signed = [struct.pack(">I", len(c)) + name + c + struct.pack(">I", zlib.crc32(name + c)) for name, c in chunks]
+    paths[1].write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(signed))
+    Image.fromarray(LEVELS.astype(np.uint16)).save(paths[2])
+    done = demo("predict.py", "float.tif", "color.png", "--model", str(DIGITS), cwd=tmp_path)
+    first, second, _ = done.stderr.splitlines()
+    assert "float.tif is not an image that can be decoded (its pixels are of mode F, whose white level" in first
+    assert "(it has 16 bits a channel in color, of which Pillow reads 8: convert it to 8 bits or to gray)" in second
+    with pytest.raises(UndecodableImage, match=r"deep.png .* more than 8 bits a channel, unlike the training images"):
+        decode(paths[2], 8)
 
 
 def test_the_exif_orientation_and_the_colors_of_a_palette_are_applied(tmp_path):

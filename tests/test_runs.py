@@ -177,10 +177,10 @@ def test_bottlenecks_are_kept_as_the_option_says_and_a_resumed_run_may_change_it
 
     monkeypatch.setattr(Trainer, "__init__", record)
     shutil.copytree(finished / "run", tmp_path / "run")
-    for keep in ("True", "False"):
+    for keep in ("True", "False", "None"):
         done = demo("cp_demo.py", "--save", "run", "--resume", "--keep_bottleneck", keep, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    assert kept == [{True}, {None}]
+    assert kept == [{True}, {False}, {None}]
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def test_images_of_any_file_are_prepared_as_the_demos_do(tmp_path):
     ]
     for path in paths:
         with Image.open(path) as image:
-            assert torch.equal(transforms(image), decode(path, 24).float()), path.name
+            is_deep = path.stem == "deep"
+            assert torch.equal(transforms(image), decode(path, 24, value_range=(0, 65535) if is_deep else None).float())
     with pytest.raises(ValueError, match="its pixels are of mode F, whose white level is not known: convert them"):
         transforms(Image.fromarray(ramp))
 

@@ -37,7 +37,7 @@ def _dataset(path: Path, options: RunOptions, config: ModelConfig) -> Dataset:
         trained = files.load_json(weights_of(path).with_name(CONFIG))["options"]
         data = trained["data"]
         name = name or (data and trained["dataset"])
-    dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels)
+    dataset = load(data, name, config.image_size, options.workers, options.stream, config.channels, config.value_range)
     if dataset.classes != config.classes:
         raise ValueError(
             f"{dataset.name} has {describe_classes(dataset.classes)}, but {path} was trained on "

@@ -24,7 +24,8 @@ class PretrainedWeights:
         name: what to call them.
         read: returns the tensors, by the names of any known library.
         options: those that the weights determine: of the network, and the size of images.
-        inputs: the `channels`, `mean` and `std` of the images that they were trained on, or None if nothing says so.
+        inputs: the `channels`, `mean`, `std` and `value_range` of the images that they were trained on, or None if
+            nothing says so.
         classes: the names of the classes, likewise.
     """
 
@@ -116,7 +117,9 @@ def _of_torchvision(name: str, model: str | None) -> PretrainedWeights:
         )
     entry = find_published(model, name)
     transforms: Any = entry.transforms()
-    inputs = {"channels": 3} | {key: [255 * value for value in getattr(transforms, key)] for key in ("mean", "std")}
+    inputs = {"channels": 3, "value_range": None} | {
+        key: [255 * value for value in getattr(transforms, key)] for key in ("mean", "std")
+    }
     size = {"model": model, "image_size": transforms.crop_size[0]}
     return PretrainedWeights(
         f"{name} of torchvision", lambda: read_state_dict(entry.source()), size, inputs, entry.classes
@@ -124,4 +127,4 @@ def _of_torchvision(name: str, model: str | None) -> PretrainedWeights:
 
 
 def inputs_of(config: ModelConfig) -> dict[str, Any]:
-    return {"channels": config.channels, "mean": config.mean, "std": config.std}
+    return {name: getattr(config, name) for name in ("channels", "mean", "std", "value_range")}

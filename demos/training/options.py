@@ -70,7 +70,8 @@ class Options:
         seed: the same seed gives the same run, exactly on a CPU. None draws one, which config.json then has.
         amp: bf16 or fp16 for automatic mixed precision.
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
-            a faster step in more memory, with the same numbers. False keeps those that leave the peak as it is.
+            a faster step in more memory, with the same numbers. False recomputes each; by default those are kept that
+            leave the peak as it is.
         memory: bytes such as 6GiB for all tensors of a training step; they decide which bottlenecks are kept and, where
             a batch does not fit, micro_batch_size.
         channels_last: use the channels-last memory format for images and weights.
@@ -116,7 +117,7 @@ class Options:
     mirror: Switch | None = None
     seed: Annotated[int, integer(0, 2**63 - 1)] | None = 0
     amp: Annotated[str, choice(*AMP_DTYPES)] | None = None
-    keep_bottleneck: Switch = False
+    keep_bottleneck: Switch | None = None
     memory: Annotated[str, Rule("bytes such as 6GiB", lambda value: isinstance(value, str))] | None = None
     channels_last: Switch = False
     compile: Switch = False

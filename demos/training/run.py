@@ -82,7 +82,7 @@ class Run:
         torch.manual_seed(options.seed)
         started = models.ModelConfig.of(state["model"]) if state else None
         inputs = inputs_of(started) if started else pretrained.inputs if pretrained else None
-        self.dataset = self._load_dataset(may_download=state is None, channels=inputs["channels"] if inputs else None)
+        self.dataset = self._load_dataset(state is None, inputs or {})
         self.valid: Any = self.dataset.valid
         flip = self.dataset.horizontal_flip if options.mirror is None else options.mirror
         if inputs:
@@ -91,7 +91,7 @@ class Run:
         else:
             self.transform = transform_for(self.dataset.train, flip)
         network = {name: getattr(options, name) for name in ("model", "depth", "growth_rate", "drop_rate")}
-        images = {name: getattr(self.dataset, name) for name in ("channels", "image_size", "classes")}
+        images = {name: getattr(self.dataset, name) for name in ("channels", "image_size", "classes", "value_range")}
         self.config = models.ModelConfig(**network, **images, mean=self.transform.mean, std=self.transform.std)
         self.record = self._record()
         self.said = data_changes(state["data"], self.record["data"], options.accept_changed_data) if state else []
@@ -135,12 +135,13 @@ class Run:
                     f"out of memory in {step}: start over with --overwrite, and {what_to_change(self.options)}"
                 ) from exc
 
-    def _load_dataset(self, may_download: bool, channels: int | None) -> Dataset:
+    def _load_dataset(self, may_download: bool, inputs: Mapping[str, Any]) -> Dataset:
         options, context = self.options, self.context
         size = options.image_size or models.default_image_size(options.model)
         if may_download:
             context.on_main(lambda: download_if_absent(options.data, options.dataset))
-        dataset = load(options.data, options.dataset, size, options.workers, options.stream, channels)
+        of_inputs = inputs.get("channels"), inputs.get("value_range")
+        dataset = load(options.data, options.dataset, size, options.workers, options.stream, *of_inputs)
         check_options_of_folders(dataset, None if options.weights else options.image_size, options.stream)
         dataset = dataset.with_validation(options.valid_size).to(context.device)
         smallest = min(len(dataset.train), options.batch_size)
@@ -202,6 +203,9 @@ class Run:
         print(f"expected memory of a step: {self.expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(self.valid):,} to validate, {len(dataset.test):,} to test"
         print(f"{dataset.name}: {len(dataset.classes)} classes; images: {splits}")
+        if dataset.value_range:
+            low, high = dataset.value_range
+            print(f"images of more than 8 bits: {low:g} is black and {high:g} is white, of the training images' values")
 
     def _prepare_directory(self, state: dict[str, Any]) -> None:
         where, folder = self._describe_position(), self.directory.folder

@@ -33,6 +33,7 @@ class ModelConfig:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    value_range: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, entries: Mapping[str, Any]) -> "ModelConfig":
@@ -57,7 +58,7 @@ class ModelConfig:
     def name(self) -> str:
         return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
 
-    def build(self, engine: str = "best", keep_bottleneck: bool = False) -> "DenseNet":
+    def build(self, engine: str = "best", keep_bottleneck: bool | None = None) -> "DenseNet":
         from ..models.densenet import DenseNet  # the models import this package
         from ..models.zoo import create_model
 
@@ -66,7 +67,7 @@ class ModelConfig:
             "num_classes": len(self.classes),
             "in_channels": self.channels,
             "efficient": True if engine == "best" else engine,
-            "keep_bottleneck": keep_bottleneck or None,
+            "keep_bottleneck": keep_bottleneck,
         }
         if self.model is not None:
             return create_model(self.model, **arguments)
@@ -77,4 +78,4 @@ class ModelConfig:
         return DenseNet(self.growth_rate, (layers,) * 3, num_init_features=2 * self.growth_rate, **arguments)
 
     def transforms(self) -> ImageTransform:
-        return ImageTransform(self.image_size, self.mean, self.std)
+        return ImageTransform(self.image_size, self.mean, self.std, self.value_range)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._images import central_square, to_8bit
+from .._images import central_square, to_channels
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,23 @@ class ImageTransform:
         image_size: height and width of the model's input.
         mean: mean of each channel, of 0 to 255.
         std: standard deviation of each channel.
+        value_range: values that count as 0 and 255 in images of more than 8 bits; by default what a file declares.
     """
 
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    value_range: tuple[float, float] | None = None
 
     def __call__(self, image: Any) -> Tensor:
         """Prepare a PIL image, or a uint8 tensor (C, H, W) or (N, C, H, W); one gray channel counts as all channels."""
         channels = len(self.mean)
-        images = image if isinstance(image, Tensor) else central_square(to_8bit(image, channels), self.image_size)
-        if images.dtype != torch.uint8 or images.dim() not in (3, 4) or images.shape[-3] not in (1, channels):
+        if isinstance(image, Tensor):
+            images, dtypes = image, (torch.uint8,)
+        else:
+            images = central_square(to_channels(image, channels, self.value_range), self.image_size)
+            dtypes = (torch.uint8, torch.float32)
+        if images.dtype not in dtypes or images.dim() not in (3, 4) or images.shape[-3] not in (1, channels):
             raise ValueError(
                 f"found an image of shape {tuple(images.shape)} and {images.dtype}, but these weights need uint8 with "
                 f"{channels} channels, ({channels}, H, W) or (N, {channels}, H, W): convert it, or give a PIL image"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from efficient_densenet._extras import need
-from efficient_densenet._images import FORMATS, central_square, open_image
+from efficient_densenet._images import FORMATS, central_square, is_deep, open_image, to_channels, to_tensor
 
 from .images import Images, ImageSet, StreamedImages, digest
 
@@ -19,9 +19,35 @@ MAX_BYTES_IN_MEMORY = 2**30
 """Data sets of up to this many bytes are decoded once and held on the device."""
 
 
-def decode(path: str | Path, image_size: int, channels: int = 3) -> Tensor:
-    """The central square of the image, resized to (channels, image_size, image_size), uint8."""
-    return central_square(open_image(path, channels), image_size)
+Range = tuple[float, float]
+
+
+def decode(path: str | Path, image_size: int, channels: int = 3, value_range: Range | None = None) -> Tensor:
+    """The central square of the image, resized to (channels, image_size, image_size): uint8, or float32 with a
+    `value_range`."""
+    with open_image(path) as image:
+        if value_range is None and is_deep(image):
+            raise ValueError("it has more than 8 bits a channel, unlike the training images: convert it to 8 bits")
+        square = central_square(to_channels(image, channels, value_range), image_size)
+    return (square if value_range is None else square.float()).expand(channels, -1, -1)
+
+
+def measure_range(paths: list[str], at_most: int = 1000) -> Range | None:
+    """The least and greatest value of images of more than 8 bits, among evenly spaced ones; None where there are none.
+
+    What such files declare, if anything, is 16 bits, and many hold 10 or 12.
+    """
+    lows, highs = list[float](), list[float]()
+    for path in paths[:: -(-len(paths) // at_most)]:
+        with open_image(path) as image:
+            if is_deep(image):
+                pixels = to_tensor(image.convert("F"))
+                lows.append(float(pixels.min()))
+                highs.append(float(pixels.max()))
+    if not lows:
+        return None
+    low, high = min(lows), max(highs)
+    return low, high if high > low else low + 1
 
 
 class ClassFolders(ImageFolder):
@@ -49,9 +75,10 @@ def is_image_folder(folder: Path) -> bool:
 
 
 def read(
-    folder: Path, image_size: int, channels: int, workers: int, stream: bool | None
-) -> tuple[dict[str, ImageSet], tuple[str, ...], str]:
-    """The splits by name ("train", "test", perhaps "val"), the classes, and a digest of the files' names and sizes."""
+    folder: Path, image_size: int, channels: int, workers: int, stream: bool | None, value_range: Range | None
+) -> tuple[dict[str, ImageSet], tuple[str, ...], str, Range | None]:
+    """The splits by name ("train", "test", perhaps "val"), the classes, a digest of the files' names and sizes, and the
+    values of images of more than 8 bits that are black and white, by default those of the training images."""
     classes = class_names(folder / "train")
     if len(classes) < 2:
         raise ValueError(
@@ -63,10 +90,14 @@ def read(
         raise ValueError(
             f"{folder} has train/ but neither test/ nor val/: make test/, with a folder of images for each class"
         )
-    decoder = partial(decode, image_size=image_size, channels=channels)
-    found = {name: ClassFolders(folder / name, classes, decoder) for name in names}
+    found = {name: ClassFolders(folder / name, classes, None) for name in names}
+    value_range = value_range or measure_range([path for path, _ in found["train"].samples])
+    decoder = partial(decode, image_size=image_size, channels=channels, value_range=value_range)
+    for files in found.values():
+        files.loader = decoder
     if stream is None:
-        stream = sum(map(len, found.values())) * channels * image_size**2 > MAX_BYTES_IN_MEMORY
+        bytes_of_a_value = 4 if value_range else 1
+        stream = sum(map(len, found.values())) * channels * image_size**2 * bytes_of_a_value > MAX_BYTES_IN_MEMORY
     shape, cpu = (channels, image_size, image_size), torch.device("cpu")
     splits: dict[str, ImageSet] = {}
     for name, files in found.items():
@@ -74,7 +105,8 @@ def read(
         splits[name] = streamed if stream else _decode_all(streamed)
     if "test" not in splits:
         splits["test"] = splits.pop("val")
-    return splits, tuple(classes), _file_digest(folder, (path for files in found.values() for path, _ in files.samples))
+    files_digest = _file_digest(folder, (path for files in found.values() for path, _ in files.samples))
+    return splits, tuple(classes), files_digest, value_range
 
 
 def _decode_all(streamed: StreamedImages) -> Images:

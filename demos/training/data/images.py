@@ -16,7 +16,7 @@ from efficient_densenet._images import UndecodableImage
 
 @dataclass(frozen=True)
 class Images:
-    """Images in memory: `images` are uint8 (N, C, H, W), `labels` class indices (N,)."""
+    """Images in memory: `images` are uint8 or float32, (N, C, H, W), `labels` class indices (N,)."""
 
     images: Tensor
     labels: Tensor

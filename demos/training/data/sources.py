@@ -26,6 +26,8 @@ class Dataset:
     """Whether training flips images by default."""
     file_digest: str = ""
     """Of an image folder: a digest of the names and sizes of its files."""
+    value_range: tuple[float, float] | None = None
+    """The values that are 0 and 255 here, where an image folder has images of more than 8 bits."""
 
     @property
     def channels(self) -> int:
@@ -68,10 +70,12 @@ def load(
     workers: int = 2,
     stream: bool | None = None,
     channels: int | None = None,
+    value_range: tuple[float, float] | None = None,
 ) -> Dataset:
     """The data set in the directory `data`, or the digits if it is None.
 
-    With `channels` the images get so many: gray ones are repeated, colors become gray.
+    With `channels` the images get so many: gray ones are repeated, colors become gray. `value_range` is of images of
+    more than 8 bits, and by default measured over the training images.
     """
     if data is None:
         if dataset is not None:
@@ -84,9 +88,11 @@ def load(
     path = Path(data)
     kind = _recognize(path, dataset)
     if kind is None:
-        splits, classes, file_digest = folder.read(path, image_size or 32, channels or 3, workers, stream)
+        splits, classes, file_digest, value_range = folder.read(
+            path, image_size or 32, channels or 3, workers, stream, value_range
+        )
         train, valid, test = splits["train"], splits.get("val"), splits["test"]
-        return Dataset(f"image folder {path}", train, valid, test, classes, True, file_digest)
+        return Dataset(f"image folder {path}", train, valid, test, classes, True, file_digest, value_range)
     entry, (train, test, classes) = published.DATASETS[kind], published.read(kind, path)
     return _in_channels(Dataset(entry.title, train, None, test, classes, entry.horizontal_flip), channels)
 
