@@ -211,6 +211,20 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
+_len_torch_function_stack = _private("_C._len_torch_function_stack", "falling back under function modes", 0)
+_function_modes = _private("overrides._get_current_function_mode_stack", "falling back under function modes", ())
+
+
+def name_of_function_mode() -> str | None:
+    """Return the class of an active `TorchFunctionMode` that other code has defined, or None. PyTorch's own, such as
+    that of a default device, change no values."""
+    if not _len_torch_function_stack():
+        return None
+    classes = (type(mode) for mode in _function_modes())
+    others = (cls for cls in classes if not cls.__module__.startswith(("torch.", "efficient_densenet.")))
+    return next((cls.__name__ for cls in others), None)
+
+
 _len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack", SHARED, 1)
 _disable_current_modes = _private(
     "utils._python_dispatch._disable_current_modes", "selective checkpointing of batch norms", nullcontext()

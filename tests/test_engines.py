@@ -311,3 +311,14 @@ def test_numpy_numbers_are_numbers():
 def test_images_of_bytes_are_refused():
     with pytest.raises(TypeError, match=r"found an input of torch.uint8, .* as by x.float\(\) / 255"):
         small_model("bc")(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+
+
+def test_settings_of_convolutions_and_poolings_may_be_lists():
+    """As in models whose settings come from JSON or YAML; PyTorch takes them."""
+    plain = small_model("bc", efficient=False)
+    for module in plain.modules():
+        for name in ("kernel_size", "stride", "padding", "dilation"):
+            if isinstance(getattr(module, name, None), tuple):
+                setattr(module, name, list(getattr(module, name)))
+    plain.features.transition1.pool = nn.AvgPool2d([2, 2], [2], [0, 0])
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))

@@ -1,5 +1,6 @@
 """Hooks on a model and its modules fire once, with the values of plain."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     MEMORY_EFFICIENT,
     assert_all_close,
@@ -21,6 +23,7 @@ from helpers import (
 )
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet.checkpoint import checkpoint
@@ -225,3 +228,61 @@ def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):
     finally:
         handle.remove()
     assert {module for module in model.modules() if isinstance(module, nn.Conv2d)} <= set(seen)
+
+
+class _Quantizing(TorchFunctionMode):
+    """Rounds what convolutions compute."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return torch.round(result * 4) / 4 + 0 * result if func is torch.conv2d else result
+
+
+@contextlib.contextmanager
+def _patched(owner, name: str, new) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, functools.partial(new, before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+CHANGED_FUNCTIONS = {
+    "a _Quantizing, a function mode": _Quantizing,
+    "a new torch.nn.functional.conv2d": lambda: _patched(F, "conv2d", lambda conv2d, *args: conv2d(*args) * 2),
+    "a new torch.nn.functional.relu": lambda: _patched(F, "relu", lambda relu, x, inplace=False: relu(x) + 1),
+    "a new torch.cat": lambda: _patched(torch, "cat", lambda cat, *args: cat(*args) * 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+@pytest.mark.parametrize("change", CHANGED_FUNCTIONS)
+@pytest.mark.parametrize("family", ["bc", "imagenet"])
+def test_functions_that_other_code_changes_are_called(change, family):
+    """After a forward whose plan is kept; a backward may follow outside of a function mode."""
+    plain, x = small_model(family, efficient=False), random_images(family)
+    model, results = with_engine(plain, True), []
+    for each in (model, plain):
+        each(x)
+        with CHANGED_FUNCTIONS[change]():
+            output = each(x)
+            if "mode" not in change:
+                output.sum().backward()
+        if "mode" in change:
+            output.sum().backward()
+        results.append(output.detach())
+    assert_close(*results)
+    assert_same_gradients(model, plain)
+    assert_same_buffers(model, plain)
+    with CHANGED_FUNCTIONS[change](), pytest.raises(RuntimeError, match=f"cannot run here: found {change}"):
+        with_engine(plain, "shared")(x)
+
+
+@pytest.mark.parametrize("engine", ["official", "checkpoint"])
+def test_nothing_is_recomputed_under_a_function_mode(engine):
+    model = small_model("bc", efficient=engine)
+    with torch.device("cpu"):
+        model(random_images("bc"))
+    with _Quantizing(), pytest.raises(RuntimeError, match="found a _Quantizing, a function mode"):
+        model(random_images("bc"))

@@ -265,6 +265,8 @@ def test_a_norm_of_new_features_alone_is_called_after_their_block():
         (nn.AvgPool2d(2, stride=1), False),
         (nn.AvgPool2d((2, 3)), False),
         (nn.AvgPool2d(2, padding=1), False),
+        (nn.AvgPool2d([2, 2], [2], [0, 0]), True),
+        (nn.AvgPool2d([2, 3]), False),
         (nn.AvgPool2d(2, ceil_mode=True), False),
         (nn.AvgPool2d(2, divisor_override=3), False),
         (nn.AvgPool1d(3), False),

@@ -46,6 +46,7 @@ TAKEN = {
     "groups": lambda: _with(conv0=nn.Conv2d(3, 6, 3, padding=2, groups=3, bias=False), pool0=nn.MaxPool2d(2)),
     "a pooling that keeps the size": lambda: _with(pool0=nn.MaxPool2d(3, 1)),
     "a pooling that rounds up": lambda: _with(pool0=nn.MaxPool2d((5, 2), (2, 3), (2, 1), ceil_mode=True)),
+    "a pooling with lists": lambda: _with(pool0=nn.MaxPool2d([3, 2], [2], [1, 1], [1, 2])),
     "a dilated pooling": lambda: _with(pool0=nn.MaxPool2d(3, 2, 1, dilation=2)),
 }
 

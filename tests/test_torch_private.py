@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_all_close, random_images, results_of, small_model, with_engine
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +30,7 @@ from efficient_densenet._torch_private import (
     convolutions_in_tf32,
     has_dispatch_mode,
     memory_key,
+    name_of_function_mode,
     onednn_supports,
     process_group_named,
     saved_tensors_hooks_enabled,
@@ -151,6 +153,18 @@ def test_without_dispatch_modes():
     with without_dispatch_modes():
         torch.ones(1)
     assert len(seen) == 1
+
+
+def test_name_of_function_mode():
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    assert name_of_function_mode() is None
+    with torch.device("cpu"):
+        assert name_of_function_mode() is None
+        with Mode(), torch.device("cpu"):
+            assert name_of_function_mode() == "Mode"
 
 
 @pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch 2.6 does not tell")

@@ -18,6 +18,7 @@ from .._torch_private import parametrization_cache_enabled
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import may_stop_early
 from ..norms.batch_norm import update_once
+from .changed_modules import function_mode
 
 Layer: TypeAlias = Any
 """A module with `norm1` and `first_half(*features)`: a dense layer of our models, or a layer of another library."""
@@ -43,6 +44,8 @@ def run_first_half_checkpoint(layer: Layer, features: list[Tensor]) -> Tensor:
 
 def why_not_recompute(block: nn.Module) -> str | None:
     """Why the layers of `block` cannot be recomputed, or None."""
+    if function_mode() is not None:
+        return f"found a {function_mode()}, a function mode, which a recomputation in the backward might not be in"
     for module in block.modules():
         if module.training and any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
             return f"found a spectral_norm of a {type(module).__name__} that changes its own state when it is run"

@@ -5,7 +5,7 @@ first seen, and again when anything inside it has changed.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -297,5 +297,5 @@ def halves(pool: Any) -> bool:
     return sizes == {2} and set(_as_tuple(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)
 
 
-def _as_tuple(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (cast(int, value),)

@@ -276,7 +276,11 @@ def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
     """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
     padding = (kernel_size // 2 * dilation,) * dims
-    found = conv.kernel_size, conv.padding, conv.dilation, conv.stride, conv.groups, conv.padding_mode
+    found = (
+        *map(_as_setting, (conv.kernel_size, conv.padding, conv.dilation, conv.stride)),
+        conv.groups,
+        conv.padding_mode,
+    )
     if found == ((kernel_size,) * dims, padding, (dilation,) * dims, (1,) * dims, 1, "zeros"):
         return None
     usual = {
@@ -288,11 +292,16 @@ def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
         "padding_mode": "zeros",
     }
     for name, value in usual.items():
-        found = getattr(conv, name)
+        found = _as_setting(getattr(conv, name))
         if found not in (value, "same"):  # padding="same" is `padding` for an odd kernel size
             where = f"in a {type(conv).__name__} of a layer"
             return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
     return None
+
+
+def _as_setting(value: Any) -> Any:
+    """PyTorch takes lists too."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tensors(module: Any) -> list[Tensor]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +111,10 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
 
 
-def _per_dim(setting: int | tuple[int, ...], dims: int) -> tuple[int, ...]:
-    return _integers(setting) if isinstance(setting, tuple) else (int(setting),) * dims
+def _per_dim(setting: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """PyTorch takes one number for all dimensions, alone or in a sequence."""
+    numbers = _integers(setting) if isinstance(setting, (tuple, list)) else (int(cast(int, setting)),)
+    return numbers * dims if len(numbers) == 1 else numbers
 
 
 def _integers(setting: Iterable[int]) -> tuple[int, ...]:
