@@ -1,17 +1,22 @@
-"""Every set of kernels implements the whole interface, with its parameter names."""
+"""Every set of kernels implements the whole interface, with its parameter names, and refuses sizes that do not fit."""
 
 import importlib
 import inspect
 import itertools
+import re
 
 import pytest
 import torch
 from helpers import small_model, with_engine
+from torch import Tensor
 
 from efficient_densenet.engine.stage import backward as stage_backward
 from efficient_densenet.engine.stage import forward as stage_forward
 from efficient_densenet.engine.stem import forward as stem_forward
-from efficient_densenet.kernels.interface import Kernels
+from efficient_densenet.kernels import portable
+from efficient_densenet.kernels.comparison import OPERATIONS, STEM_OPERATIONS, Case, StemCase
+from efficient_densenet.kernels.interface import Conv1x1, Kernels
+from efficient_densenet.kernels.max_pooling import MaxPool
 
 MEMBERS = {name: member for name, member in vars(Kernels).items() if inspect.isfunction(member) and name[0] != "_"}
 IMPLEMENTATIONS = {
@@ -31,6 +36,106 @@ def test_each_kernel_has_the_interface_s_parameters(member, implementation):
     pytest.importorskip(IMPLEMENTATIONS[implementation])
     kernels = importlib.import_module(f"efficient_densenet.kernels.{implementation}")
     assert _parameters(getattr(kernels, member)) == _parameters(MEMBERS[member])
+
+
+WITHOUT_LAUNCH = {"arranged_weights", "images_at_once"}
+WRITTEN = (" output", ".output", "accumulator.grad_accum", "accumulator.sums", ".matrix")
+"""The ends of the names of tensors that kernels write."""
+
+MAY_CHANGE = [
+    *("batch_statistics values size 0", "affine_forward input.values size 0"),
+    *("image_statistics values (size [023]|dimensions)", "pool input.values size [023]"),
+    *("(conv3x3|pooled_conv1x1)_forward conv.weight (size 0|dtype)", "norm.(weight|bias) dtype"),
+    *("center values dtype", "affine_backward grad_output dtype", "max_pool_.* (grad_output|indices|sums.*) dtype"),
+]
+"""Changes after which the arguments fit still: any number of rows or output channels, and dtypes that are converted."""
+
+
+class _Calls:
+    """A set of kernels, portable's, that notes the arguments of each call."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            arguments = inspect.signature(getattr(portable, name)).bind(*args, **kwargs).arguments
+            self.calls.append((name, arguments))
+            return getattr(portable, name)(**arguments)
+
+        return call
+
+
+def _calls(member: str) -> list[dict]:
+    """The arguments of calls of an operation, of which each is needed by some set of kernels."""
+    kernels = _Calls()
+    for operation in OPERATIONS.values():
+        operation(kernels, Case((2, 4, 5), 6, 8))
+    for operation in STEM_OPERATIONS.values():
+        operation(kernels, StemCase(6, torch.float32, size=(8, 9), pool=MaxPool([3, 3], [1, 1], [1, 1], [1, 1], False)))
+    return [arguments for name, arguments in kernels.calls if name == member]
+
+
+def _leaves(value, name: str):
+    """The tensors and shapes in an argument, by their names."""
+    if isinstance(value, Tensor | torch.Size):
+        yield name, value
+    elif hasattr(value, "_fields"):
+        for field, each in zip(value._fields, value, strict=True):
+            yield from _leaves(each, f"{name}.{field}")
+
+
+def _with(value, name: str, leaf):
+    """A copy of an argument with another leaf."""
+    field, _, rest = name.partition(".")
+    return leaf if not field else value._replace(**{field: _with(getattr(value, field), rest, leaf)})
+
+
+def _changes(name: str, leaf):
+    """Versions of a tensor or shape that do not fit other arguments, by what was changed."""
+    if isinstance(leaf, torch.Size):
+        yield "images", torch.Size([leaf[0] + 1, *leaf[1:]])
+        yield "dimensions", torch.Size([leaf.numel()])
+        return
+    for dim, size in enumerate(leaf.shape):
+        yield f"size {dim} longer", torch.cat([leaf, leaf.narrow(dim, 0, 1)], dim)
+        yield f"size {dim} shorter", leaf.narrow(dim, 0, size - 1)
+    yield "dimensions", leaf[..., None]
+    yield "dtype", leaf.double()
+    if leaf.dim() > 1:
+        yield "transposed", leaf.transpose(0, 1)
+    if f" {name}".endswith(WRITTEN):
+        yield "channels apart", torch.stack([leaf, leaf], -1)[..., 0]
+        yield "rows that overlap", leaf[:1].expand(leaf.shape)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("member", sorted(MEMBERS.keys() - WITHOUT_LAUNCH))
+def test_arguments_that_do_not_fit_one_another_are_refused(member, implementation):
+    """A kernel that ran with them would read or damage memory of others."""
+    pytest.importorskip(IMPLEMENTATIONS[implementation])
+    kernel = getattr(importlib.import_module(f"efficient_densenet.kernels.{implementation}"), member)
+    calls = _calls(member)
+    assert calls, f"no operation of `comparison` calls {member}"
+    for arguments in calls:
+        for name, leaf in (leaf for each, value in arguments.items() for leaf in _leaves(value, each)):
+            parameter, _, fields = name.partition(".")
+            for change, changed in _changes(name, leaf):
+                if not any(re.search(pattern, f"{member} {name} {change}") for pattern in MAY_CHANGE):
+                    others = {parameter: _with(arguments[parameter], fields, changed)}
+                    with pytest.raises(ValueError, match=r"a kernel was given .*, but needs .*: a layer's tensors"):
+                        kernel(**arguments | others)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_next_bottleneck_is_no_wider_than_the_scratch_of_the_layer_before_it(implementation):
+    pytest.importorskip(IMPLEMENTATIONS[implementation])
+    kernels = importlib.import_module(f"efficient_densenet.kernels.{implementation}")
+    arguments = next(each for each in _calls("conv1x1_backward") if "next_bottleneck" in each)
+    input, weight, output = arguments["next_bottleneck"]
+    wider = Conv1x1(input, weight.repeat(2, 1), output.repeat(1, 2))
+    with pytest.raises(ValueError, match="weight of the next bottleneck"):
+        kernels.conv1x1_backward(**arguments | {"next_bottleneck": wider})
 
 
 PAIRS = list(itertools.product(IMPLEMENTATIONS, repeat=2))

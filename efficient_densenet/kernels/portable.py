@@ -24,6 +24,7 @@ from torch import Tensor
 from .._tensors import CHANNELS_LAST, as_dtype, device_type
 from .._torch_private import foreach_copy_
 from . import convolution
+from .argument_checks import checked
 from .average_pooling import as_slabs, average_pool, average_pool_backward
 from .interface import (
     AffineInput,
@@ -76,6 +77,7 @@ def halved(shape: torch.Size) -> torch.Size:
     return torch.Size([shape[0], *(size // 2 for size in shape[1:])])
 
 
+@checked
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """Mean, biased variance and 1 / sqrt(var + eps) of each channel."""
     mean, variance, inv_std = statistics.rows
@@ -83,10 +85,12 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
+@checked
 def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     in_tiles(lambda values, out: torch.sub(values, mean, out=out), values, output, mean.dtype)
 
 
+@checked
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     coefficients = None if grad.sums is None else grad.coefficients()
@@ -97,6 +101,7 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return list(weights)
 
 
+@checked
 def affine_forward(input: AffineInput) -> Tensor:
     """scale · values + shift, without activation."""
     out = torch.empty_like(input.values, memory_format=torch.contiguous_format)
@@ -104,6 +109,7 @@ def affine_forward(input: AffineInput) -> Tensor:
     return in_tiles(lambda values, out: torch.addcmul(shift, values, scale, out=out), input.values, out, shift.dtype)
 
 
+@checked
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     """Steps 3 and 4 of the module's docstring, with g = grad_output."""
     sums: Sums | None = None
@@ -112,6 +118,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     return _finish(sums, input.norm, accumulator)
 
 
+@checked
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     """output = f(scale · values + shift) @ weight.T, and its statistics."""
     for tile in tiles(conv.input.values, conv.input.dtype, convolution.ROWS_MULTIPLE):
@@ -120,6 +127,7 @@ def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -
         batch_statistics(conv.output, statistics)
 
 
+@checked
 def conv1x1_backward(
     grad_output: BatchNormBackward,
     input: AffineInput,
@@ -144,6 +152,7 @@ def conv1x1_backward(
     return _finish(sums, input.norm, accumulator)
 
 
+@checked
 def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
     """conv(y), (pixels, out_channels), and its statistics; padding = dilation keeps the spatial size. A tile holds
     whole images."""
@@ -161,6 +170,7 @@ def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None)
     return output
 
 
+@checked
 def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """g and grad_weight by `convolution_backward`. A tile holds whole images."""
     input, weight, shape, dilation = conv
@@ -177,6 +187,7 @@ def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccu
     return _finish(sums, input.norm, accumulator)
 
 
+@checked
 def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     """average_pool(y) @ weight.T, (pixels / 4, out_channels) in two dimensions.
 
@@ -190,6 +201,7 @@ def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     return output
 
 
+@checked
 def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """g = average_pool_backward(grad_output @ weight) and grad_weight = grad_output.T @ average_pool(y)."""
     input, weight, shape = conv.input, conv.weight, as_slabs(conv.shape)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import CHANNELS_LAST, accumulation_dtype, device_type, memory_format_of
+from .argument_checks import checked
 from .interface import AffineInput, BatchNormAffine, BatchNormBackward, Gradients, StatisticsOutput
 from .max_pooling import MaxPool
 from .row_tiles import slices, tile_bytes_for
@@ -24,6 +25,7 @@ def images_at_once(x: Tensor, shape: torch.Size) -> int:
     return max(1, _channels_per_tile(x, shape) // shape[1])
 
 
+@checked
 def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     """The variance is computed in two passes, Σ (z − mean)² / count."""
     (mean, variance, inv_std), dims = statistics.rows, _reduced(values)
@@ -36,6 +38,7 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     torch.add(variance, statistics.eps, out=inv_std).rsqrt_()
 
 
+@checked
 def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> Tensor:
     output = None
     for tile in _tiles(input.values):
@@ -46,6 +49,7 @@ def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dty
     return output
 
 
+@checked
 def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, pool: MaxPool) -> tuple[Tensor, Gradients]:
     """Σ g and Σ g · (z − mean) are summed over the maxima only."""
     values, norm, activation = input
@@ -71,6 +75,7 @@ def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, poo
     return indices, Gradients(_of_centered(norm).grad_weight(grad_sum, product_sum), grad_sum)
 
 
+@checked
 def norm_activation_max_pool_backward(
     grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
 ) -> None:

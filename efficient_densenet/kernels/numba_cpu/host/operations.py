@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import portable
+from ...argument_checks import checked
 from ...interface import (
     AffineInput,
     BatchNormBackward,
@@ -45,6 +46,7 @@ WEIGHT_BYTES = 3 << 19
 tiles."""
 
 
+@checked
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     tiles = tiling.for_statistics(values)
     memory = new_scratch(tiles, values)
@@ -55,6 +57,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     launch(kernels.batch_statistics, values, tiles.threads, record)
 
 
+@checked
 def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     if values.dtype != output.dtype:
         portable.center(values, mean, output)
@@ -66,6 +69,7 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     launch(kernels.center, values, tiling.for_statistics(values).threads, record)
 
 
+@checked
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     values = grad.values
     grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
@@ -80,6 +84,7 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     return grad_input
 
 
+@checked
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     values = input.values
     if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
@@ -97,6 +102,7 @@ def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAc
     return grads
 
 
+@checked
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     if _supported(conv.input, conv.weight):
         _conv_forward(*conv, statistics)
@@ -104,6 +110,7 @@ def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -
         portable.conv1x1_forward(conv, statistics)
 
 
+@checked
 def conv1x1_backward(
     grad_output: BatchNormBackward,
     input: AffineInput,
@@ -116,6 +123,7 @@ def conv1x1_backward(
     return _conv_backward(grad_output, input, weight, accumulator, next_bottleneck=next_bottleneck)
 
 
+@checked
 def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
     input, weight, shape, dilation = conv
     if not _supported(input, weight):
@@ -124,6 +132,7 @@ def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None)
     return _conv_forward(input, weight, output, statistics, arguments.Images.of(shape), dilation, halo=halo)
 
 
+@checked
 def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     input, weight, shape, dilation = conv
     if not _supported(input, weight):
@@ -131,6 +140,7 @@ def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccu
     return _conv_backward(grad_output, input, weight, accumulator, arguments.Images.of(shape), dilation)
 
 
+@checked
 def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     input, weight, shape, _ = conv
     if not _supported(input, weight):
@@ -139,6 +149,7 @@ def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     return _conv_forward(input, weight, output, images=arguments.Images.of(shape), window=window)
 
 
+@checked
 def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     input, weight, shape, _ = conv
     if not _supported(input, weight):

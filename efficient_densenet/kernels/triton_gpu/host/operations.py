@@ -15,6 +15,7 @@ from torch import Tensor
 from ...._dimensions import DIMENSIONS
 from ... import convolution, portable, row_tiles
 from ...activations import IDENTITY
+from ...argument_checks import checked
 from ...interface import (
     AffineInput,
     BatchNormBackward,
@@ -59,6 +60,7 @@ _UNALIGNED_POOLED_TILE = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": 32}
 _NARROW_TILE = {"BLOCK_ROWS": 128, "BLOCK_CHANNELS": 16}
 
 
+@checked
 def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     values = with_contiguous_rows(values)
     num_rows, channels = values.shape
@@ -70,6 +72,7 @@ def batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     combine_statistics(stats, block_rows, num_rows, statistics)
 
 
+@checked
 def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     values = with_contiguous_rows(values)
     num_rows, channels = values.shape
@@ -79,15 +82,17 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     run(statistics_kernels.center, grid, (num_rows, channels, *sizes), constants, output, values, mean.contiguous())
 
 
+@checked
 def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
     if grad.sums is None or grad.inv_std is None:
         return grad.grad_accum.contiguous()
-    values, grad_accum = with_contiguous_rows(grad.values), grad.grad_accum
+    values, grad_accum = with_contiguous_rows(grad.values), with_contiguous_rows(grad.grad_accum)
     num_rows, channels = values.shape
     in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
     grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
-    tensors = grad_input, grad_accum, values, inv_std if grad.mean is None else grad.mean, inv_std, grad.sums
+    mean = inv_std if grad.mean is None else grad.mean.contiguous()
+    tensors = grad_input, grad_accum, values, mean, inv_std, grad.sums
     sizes = channels, grad_input.stride(0), grad_accum.stride(0), values.stride(0)
     constants = {"HAS_MEAN": grad.mean is not None, "DIVISIBILITY": divisibility(values.dtype, *sizes), **_NARROW_TILE}
     numbers = 1 / grad.count, num_rows, *sizes, grad.sums.stride(0)
@@ -95,23 +100,27 @@ def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) 
     return grad_input
 
 
+@checked
 def affine_forward(input: AffineInput) -> Tensor:
     input = input._replace(activation=IDENTITY)
     return _affine_activation_pool(input, input.values.dtype, torch.Size([len(input.values), 1, 1]))
 
 
+@checked
 def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
     input, shape = input._replace(activation=IDENTITY), torch.Size([len(input.values), 1, 1])
     partial_sums = _affine_activation_pool_backward(grad_output, input, accumulator, shape)
     return finish_backward(input.norm, accumulator.sums, partial_sums)
 
 
+@checked
 def conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
     if not conv1x1.is_for_triton(conv.weight):
         return portable.conv1x1_forward(conv, statistics)
     return conv1x1.forward(conv, statistics)
 
 
+@checked
 def conv1x1_backward(
     grad_output: BatchNormBackward,
     input: AffineInput,
@@ -129,6 +138,7 @@ def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
     return rounded_to_tf32(arranged) if arranged and are_rounded(product_precision(arranged[0])) else arranged
 
 
+@checked
 def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tensor:
     if conv3x3.is_for_triton(*conv[1:]):
         return conv3x3.forward(conv, statistics)
@@ -138,18 +148,21 @@ def conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None)
     return output
 
 
+@checked
 def conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     if conv3x3.is_for_triton(*conv[1:]):
         return conv3x3.backward(grad_output, conv, accumulator)
     return _cudnn_conv_backward(grad_output, conv, accumulator, pool=1)
 
 
+@checked
 def pooled_conv1x1_forward(conv: ImageConv) -> Tensor:
     if len(conv.shape) != 3:
         return portable.pooled_conv1x1_forward(conv)
     return _cudnn_conv(conv._replace(weight=conv.weight[:, :, None, None]), pool=2)
 
 
+@checked
 def pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     if len(conv.shape) != 3:
         return portable.pooled_conv1x1_backward(grad_output, conv, accumulator)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...._tensors import memory_format_of
 from ... import stem as portable_stem
+from ...argument_checks import checked
 from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
 from ...max_pooling import MaxPool
 from ..device import stem_kernels
@@ -50,6 +51,7 @@ def images_at_once(x: Tensor, shape: torch.Size) -> int:
     return len(x) if supports(shape) else portable_stem.images_at_once(x, shape)
 
 
+@checked
 def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     if not supports(values.shape):
         return portable_stem.image_statistics(values, statistics)
@@ -63,6 +65,7 @@ def image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
     return combine_statistics(stats, block_rows, num_rows, statistics)
 
 
+@checked
 def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> Tensor:
     values, norm, activation = input
     if not supports(values.shape, pool):
@@ -76,6 +79,7 @@ def norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dty
     return output
 
 
+@checked
 def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, pool: MaxPool) -> tuple[Tensor, Gradients]:
     """The indices are the positions of the maxima within their windows."""
     values, norm, activation = input
@@ -95,6 +99,7 @@ def norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, poo
     return indices, finish_backward(of_centered, None, partial_sums)
 
 
+@checked
 def norm_activation_max_pool_backward(
     grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
 ) -> None:
@@ -107,7 +112,8 @@ def norm_activation_max_pool_backward(
     vectors = norm_vectors(norm)[0]
     num_rows = len(values) * math.prod(map(_cells, values.shape[2:], pool.padding, pool.stride))
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
-    tensors = values, indices, grad_output, values, *vectors, sums.norm_weight, sums.norm_bias
+    grads = sums.norm_weight.contiguous(), sums.norm_bias.contiguous()
+    tensors = values, indices, grad_output, values, *vectors, *grads
     kernel = stem_kernels.norm_activation_max_pool_backward
     return run(kernel, grid, (1 / count, num_rows, *sizes), constants, *tensors)
 
