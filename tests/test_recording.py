@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib
 import itertools
+import random
 import resource
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels, make_efficient
+from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import operator
 from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
@@ -178,6 +180,55 @@ def test_signals_and_volumes(dims, kernel_set, monkeypatch):
     use(kernel_set, monkeypatch)
     model = small_model("imagenet", efficient="shared", dims=dims).float()
     assert_replayed(model, torch.randn(2, 3, *[40] * dims), torch.randn(3, 3, *[36] * dims))
+
+
+def _flags_in_each_order(rng: random.Random) -> list[bool]:
+    """Whether oneDNN is enabled in each of nine steps: enough of either for a recording and a replay."""
+    first = rng.random() < 0.5
+    return [first] * 3 + [not first] * 3 + [rng.random() < 0.5 for _ in range(3)]
+
+
+@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
+def test_a_flag_may_change_the_memory_format_of_an_operation(kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
+    compare_histories_of_flags(seed=3, dims=3, dtype=torch.float32, families=["imagenet"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
+@pytest.mark.parametrize("seed", range(24))
+def test_random_histories_of_flags(seed, kernel_set, monkeypatch):
+    use(kernel_set, monkeypatch)
+    rng = random.Random(seed)
+    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    compare_histories_of_flags(seed, rng.choice([1, 2, 3]), dtype, ["basic", "bc", "imagenet"])
+
+
+def compare_histories_of_flags(seed: int, dims: int, dtype: torch.dtype, families: list[str]) -> None:
+    """Steps equal direct ones, bit for bit, while flags that choose PyTorch's implementations change."""
+    rng = random.Random(seed)
+    family = rng.choice(families)
+    model = small_model(family, efficient="shared", dims=dims, drop_rate=rng.choice([0.0, 0.3])).to(dtype)
+    direct = copy.deepcopy(model)
+    side = {1: 70, 2: 40, 3: 30}[dims] if family == "imagenet" else 9
+    image_format = CHANNELS_LAST.get(2 + dims, torch.contiguous_format)
+    for module in (model, direct) if rng.random() < 0.5 else ():
+        module.to(memory_format=image_format)
+    x = torch.randn(2, 3, *[side] * dims).to(dtype)
+    if rng.random() < 0.5:
+        x = x.contiguous(memory_format=image_format)
+    for step, enabled in enumerate(_flags_in_each_order(rng)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.backends.mkldnn, "enabled", enabled)
+            patch.setattr(torch.backends.mkldnn, "deterministic", rng.random() < 0.5)
+            with counted_replays() as replays:
+                actual = results(model, x)
+            with recording("off"):
+                expected = results(direct, x)
+        assert_equal(actual, expected)
+        if step in (2, 5):  # both orders are replayed: what a flag has changed was recorded anew
+            assert_programs()
+            assert replays
 
 
 @pytest.mark.usefixtures("mended_interpreter")

@@ -37,6 +37,10 @@ MIN_PIECES = 3
 """The fewest views that one split of a memory makes: each view of a split takes half the time of a view by itself."""
 
 
+class LayoutChangedError(Exception):
+    """An operation returned a tensor with other strides than in the recorded run."""
+
+
 class Program:
     """What a run did, for externals of the same layout. `outputs` are what it returned, `source` is the function."""
 
@@ -160,11 +164,11 @@ class _Builder:
         if not event.results:
             self._line(call)
         elif len(event.function._schema.returns) == 1 and str(event.function._schema.returns[0].type) == "Tensor":
-            self._assign(event.results[0][1], call)
+            self._assign_result(event.results[0][1], call)
         else:
             self._line(f"results = {call}")
             for i, number in event.results:
-                self._assign(number, f"results[{i}]")
+                self._assign_result(number, f"results[{i}]")
             self._line("del results")
 
     def _argument(self, argument: Any) -> str:
@@ -247,6 +251,13 @@ class _Builder:
         self._line(f"{f'memories[{number}] = ' if is_read_by_launches else ''}t{number} = {code}")
         if is_read_by_launches:
             self._line(f"addresses[{number}] = t{number}.data_ptr()")
+
+    def _assign_result(self, number: int, code: str) -> None:
+        """Assign a tensor that an operation has allocated. Its strides are the operation's choice, in which flags of
+        PyTorch count, such as `torch.backends.mkldnn.enabled`."""
+        self._assign(number, code)
+        stride, changed = self.memories[number].stride, self._name(LayoutChangedError)
+        self._line(f"if t{number}.stride() != {stride}: raise {changed}")
 
     def _free(self, numbers: Iterable[int]) -> None:
         memories = [f"memories[{number}] = " for number in numbers if self.has_launches and number < self.num_memories]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..._torch_private import PREDICTION, functorch_is_active, has_dispatch_mode, why_not
 from ...kernels.convolution import precision
-from .program import Program
+from .program import LayoutChangedError, Program
 from .recorder import Recorder
 
 VARIABLE = "EFFICIENT_DENSENET_RECORDING"
@@ -56,7 +56,11 @@ def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Seq
             KeyError
         ):  # another thread may have removed it: there is no lock that a fork could copy
             _programs.move_to_end(key)
-        return entry.run(tensors, addresses) if entry.fits(addresses) else function()
+        if not entry.fits(addresses):
+            return function()
+        with contextlib.suppress(LayoutChangedError):
+            return entry.run(tensors, addresses)
+        entry = None  # it is recorded anew
     if entry is None:
         _remember(key, _SEEN)
         return function()
