@@ -244,10 +244,10 @@ def _frozen_features(block: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("shape", "edit", "message"),
     [
-        ((2, 3, 5, 5), lambda block: None, "found a layer"),
+        ((2, 3, 5, 5), lambda block: None, "found an input of 3 channels"),
         ((4, 5, 5), lambda block: None, "found an input"),
-        ((2, 4, 5, 5), _other_norm("norm1"), "found a layer from 5 channels"),
-        ((2, 4, 5, 5), _other_norm("norm2"), "found a norm of 5 channels"),
+        ((2, 4, 5, 5), _other_norm("norm1"), r"found a norm's weight of shape \(5,\), where \(7,\)"),
+        ((2, 4, 5, 5), _other_norm("norm2"), r"found a norm's weight of shape \(5,\), where \(12,\)"),
         ((1, 4, 1, 1), _frozen_features, "found a single value per channel"),
     ],
 )

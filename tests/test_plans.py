@@ -148,7 +148,83 @@ def _halved_groups(conv: nn.Conv2d) -> None:
     conv.groups, conv.weight = 2, nn.Parameter(conv.weight[:, :4].detach().clone())
 
 
+def _pruned(module: nn.Module, kept: list[int], dim: int = 0) -> None:
+    """Give a norm or a convolution new tensors with some of the channels, as snippets that prune by hand do: the
+    attributes, such as out_channels and num_features, stay."""
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.dim() > dim:
+                value = tensor.detach().index_select(dim, torch.tensor(kept))
+                tensors[name] = nn.Parameter(value) if tensors is module._parameters else value
+
+
+def _pruned_bottleneck(layer: nn.Module) -> None:
+    kept = [0, 2, 3, 5, 6]
+    for module, dim in ((layer.conv1, 0), (layer.norm2, 0), (layer.conv2, 1)):
+        _pruned(module, kept, dim)
+
+
+def _pruned_bottlenecks(features: nn.Module) -> None:
+    for name, layer in features.named_modules():
+        if name.rpartition(".")[2].startswith("denselayer"):
+            _pruned_bottleneck(layer)
+
+
+def _pruned_features(features: nn.Module) -> None:
+    """One of the stem's channels less, and one of each layer of the first block, which transition1 reads too."""
+    first, second, transition = *features.denseblock1.children(), features.transition1
+    for module in (features.conv0, features.norm0):
+        _pruned(module, [0, 1, 2, 4, 5])
+    for layer in (first, second):
+        _pruned(layer.conv2, [0, 1, 3])
+    kept = [0, 1, 2, 4, 5, 6, 7, 9, 10, 11, 13]
+    for (norm, conv), channels in (
+        ((first.norm1, first.conv1), 5),
+        ((second.norm1, second.conv1), 8),
+        ((transition.norm, transition.conv), 11),
+    ):
+        _pruned(norm, kept[:channels])
+        _pruned(conv, kept[:channels], 1)
+
+
+def _pruned_transition(model: nn.Module) -> None:
+    """Two of the channels between the blocks less, and two of the classes."""
+    features, classifier = model.features, model.classifier
+    first, second, norm5 = *features.denseblock2.children(), features.norm5
+    _pruned(features.transition1.conv, [0, 1, 3, 5, 6])
+    for norm, consumer, channels in (
+        (first.norm1, first.conv1, 7),
+        (second.norm1, second.conv1, 11),
+        (norm5, classifier, 15),
+    ):
+        kept = [i for i in range(channels) if i not in (2, 4)]
+        _pruned(norm, kept)
+        _pruned(consumer, kept, 1)
+    _pruned(classifier, [1, 3, 4])
+
+
+def _kernel(shape: tuple[int, ...], **settings) -> Change:
+    """A weight of another kernel size, with the settings that keep the size of the images."""
+
+    def change(conv: nn.Conv2d) -> None:
+        conv.weight = nn.Parameter(conv.weight.new_ones(*conv.weight.shape[:2], *shape))
+        vars(conv).update(settings)
+
+    return change
+
+
 CHANGES: dict[str, Change] = {
+    "a pruned bottleneck": _of(LAYER, _pruned_bottleneck),
+    "pruned bottlenecks": _of("", _pruned_bottlenecks),
+    "pruned features": _of("", _pruned_features),
+    "a pruned transition and classifier": _pruned_transition,
+    "a kernel of 5×5": _of(f"{LAYER}.conv2", _kernel((5, 5), padding=(2, 2))),
+    "a kernel of 9×1": _of(f"{LAYER}.conv2", _kernel((9, 1), padding=(4, 0))),
+    "a kernel of 1×9": _of(f"{LAYER}.conv2", _kernel((1, 9), padding="same")),
+    "a kernel of 1×1": _of(f"{LAYER}.conv2", _kernel((1, 1), padding=(0, 0))),
+    "a kernel of 3×3 before a norm": _of(f"{LAYER}.conv1", _kernel((3, 3), padding=(1, 1))),
+    "a kernel of 3×3 in a transition": _of(f"{TRANSITION}.conv", _kernel((3, 3))),
+    "a kernel of 5×5 in the stem": _of("conv0", _kernel((5, 5))),
     "eps of a norm inside": _set(f"{LAYER}.norm2", eps=0.2),
     "eps of a norm that shares statistics": _set(f"{LAYER}.norm1", eps=0.2),
     "momentum": _set(f"{LAYER}.norm2", momentum=0.7),
@@ -244,6 +320,62 @@ def _assert_next_step_is_plain_s(ours: nn.Module, plain: nn.Module, change: Chan
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_before_or_after_the_first_step(change, first, pair, x):
     _assert_next_step_is_plain_s(*pair, CHANGES[change], x, first)
+
+
+def _data(path: str, value: Callable[[Tensor], Tensor], name: str = "weight") -> Change:
+    """Other values, and another shape, in a tensor that stays the same object."""
+    return _of(path, lambda module: setattr(getattr(module, name), "data", value(getattr(module, name).data).clone()))
+
+
+REFUSED: dict[str, Change] = {
+    "a transposed 1×1 weight": _data(f"{LAYER}.conv1", lambda weight: weight.transpose(0, 1)),
+    "a transposed 3×3 weight": _data(f"{LAYER}.conv2", lambda weight: weight.transpose(0, 1)),
+    "a transposed weight of a transition": _data(f"{TRANSITION}.conv", lambda weight: weight.transpose(0, 1)),
+    "a transposed weight of the stem": _data("conv0", lambda weight: weight.transpose(0, 1)),
+    "a kernel of 5×5": _data(f"{LAYER}.conv2", lambda weight: weight.new_ones(4, 8, 5, 5)),
+    "a kernel of 1×1": _data(f"{LAYER}.conv2", lambda weight: weight[..., :1, :1]),
+    "a kernel of 9×1": _data(f"{LAYER}.conv2", lambda weight: weight.reshape(4, 8, 9, 1)),
+    "a kernel of 3×3 before a norm": _data(f"{LAYER}.conv1", lambda weight: weight.expand(-1, -1, 3, 3)),
+    "signals' weight": _data(f"{LAYER}.conv2", lambda weight: weight[..., 1]),
+    "a pruned 1×1 weight": _data(f"{LAYER}.conv1", lambda weight: weight[:6]),
+    "a pruned 3×3 weight": _data(f"{LAYER}.conv2", lambda weight: weight[:3]),
+    "a pruned norm": _of(f"{LAYER}.norm2", lambda norm: _pruned(norm, [0, 1])),
+    "a pruned norm of the features": _of(f"{LAYER}.norm1", lambda norm: _pruned(norm, [0, 1])),
+    "a pruned norm of a transition": _of(f"{TRANSITION}.norm", lambda norm: _pruned(norm, [0, 1])),
+    "a pruned norm of the stem": _of("norm0", lambda norm: _pruned(norm, [0, 1])),
+    "a pruned last norm": _of("norm5", lambda norm: _pruned(norm, [0, 1])),
+    "a pruned stem": _of("conv0", lambda conv: _pruned(conv, [0, 1])),
+    "a pruned transition": _of(f"{TRANSITION}.conv", lambda conv: _pruned(conv, [0, 1])),
+    "a pruned bias of a norm": _data(f"{LAYER}.norm2", lambda bias: bias[:3], "bias"),
+    "a pruned running mean": _data(f"{LAYER}.norm2", lambda mean: mean[:3], "running_mean"),
+    "a pruned running variance of the stem": _data("norm0", lambda variance: variance[:3], "running_var"),
+}
+"""Changes of a model that plain refuses."""
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.float])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_plain_refuses_raises(change, steps, dtype, pair, x):
+    """Kernels would read and write other memory than the tensors have."""
+    x = x.to(dtype)
+    for model in pair:
+        model.to(dtype)
+        for _ in range(steps):
+            backward(model, x)
+        REFUSED[change](model)
+        with pytest.raises((RuntimeError, ValueError)):
+            backward(model, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.double, torch.float])
+@pytest.mark.parametrize("path", [f"{LAYER}.conv2", f"{LAYER}.conv1", f"{TRANSITION}.norm"])
+def test_another_shape_between_forward_and_backward_raises(path, dtype, pair, x):
+    model = pair[0].to(dtype)
+    output = model(x.to(dtype))
+    _data(path, lambda weight: weight[:3])(model)
+    with pytest.raises(RuntimeError, match=r"found a .*'s weight of shape"):
+        output.sum().backward()
 
 
 INPUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -112,7 +112,10 @@ def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, reques
     formats = request.formats
     if block is None:
         parts = separate_consumer(cast(nn.Module, consumer), x)
-        return "found no consumer" if parts is None else StagePlan(BlockParts(()), parts, x, False, formats)
+        if parts is None:
+            return "found no consumer"
+        plan = StagePlan(BlockParts(()), parts, x, False, formats)
+        return plan.why_not_shapes(x) or plan
     read, reason = shared_parts(block, x)
     if read is None:
         return cast(str, reason)
@@ -122,9 +125,12 @@ def _read(block: nn.Module | None, consumer: nn.Module | None, x: Tensor, reques
         sharded = tuple(module for module in (block, consumer) if can_run_inside(module, x))
         joined = joined_consumer(read, consumer, sharded)
         if joined is not None:
-            read = replace(read, sharded=(*sharded, *read.sharded)) if sharded else read
-            return StagePlan(read, joined, x, request.return_features, formats)
-    return StagePlan(read, None, x, False, formats)
+            inside = replace(read, sharded=(*sharded, *read.sharded)) if sharded else read
+            plan = StagePlan(inside, joined, x, request.return_features, formats)
+            if plan.why_not_shapes(x) is None:
+                return plan
+    plan = StagePlan(read, None, x, False, formats)
+    return plan.why_not_shapes(x) or plan
 
 
 def _saving(block: BlockParts, num_saved: int | None) -> BlockParts:
@@ -301,7 +307,7 @@ def _kinds(plan: StagePlan | StemPlan | StageSizes) -> tuple[list, list, list]:
     """What a plan takes for granted about its tensors, which may be others in each forward."""
     tensors = [values[name] for values, name in plan.places]
     present = [tensor for tensor in tensors if tensor is not None]
-    return list(map(type, tensors)), list(map(_dtype, present)), list(map(Tensor.numel, present))
+    return list(map(type, tensors)), list(map(_dtype, present)), list(map(_shape, present))
 
 
-_dtype = attrgetter("dtype")
+_dtype, _shape = attrgetter("dtype"), attrgetter("shape")

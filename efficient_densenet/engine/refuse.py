@@ -12,7 +12,7 @@ from .._dimensions import DIMENSIONS, classes
 from .._tensors import autocast_enabled, compute_dtype
 from .._torch_private import has_torch_dispatch
 from ..norms.batch_norm import torch_class
-from ..norms.frozen import eps_of, is_frozen_batch_norm, num_channels, uses_running_statistics
+from ..norms.frozen import eps_of, is_frozen_batch_norm, uses_running_statistics
 from ..norms.sync_batch_norm import SyncGroup, sync_group
 from .changed_modules import must_be_called, why_not_module
 from .parts import (
@@ -68,7 +68,7 @@ def _why_not_layers(
         if reason is not None:
             return reason
     units = [(layer.norms, layer.convolutions) for layer in layers]
-    return _why_not_widths(layers, x) or why_not_precision(units, x, casts) or _why_not_norms(layers, x)
+    return why_not_precision(units, x, casts) or _why_not_norms(layers, x)
 
 
 def _why_not_layer(layer: LayerParts, dims: int, sharded: Collection[nn.Module]) -> str | None:
@@ -111,25 +111,6 @@ def _wrong_class(module: nn.Module, usual: Any) -> str:
     # Name torch's class: a recomputation replaces it by ours, whose name would make the same warning appear again.
     name = torch_class(module).__name__
     return why_sharded(module) or f"found a {name} inside a layer, where the shared engine takes {usual.__name__}"
-
-
-def _why_not_widths(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
-    """Each layer must read all channels before it, and add as many as the others."""
-    growth_rate = layers[0].last_conv.out_channels
-    for i, layer in enumerate(layers):
-        expected, channels, growth = (
-            x.shape[1] + i * growth_rate,
-            num_channels(layer.norm1),
-            layer.last_conv.out_channels,
-        )
-        if channels != expected or growth != growth_rate:
-            return (
-                f"found a layer from {channels} channels to {growth}, where the shared engine takes one from "
-                f"{expected} to {growth_rate}"
-            )
-        if layer.norm2 is not None and num_channels(layer.norm2) != layer.conv1.out_channels:
-            return f"found a norm of {num_channels(layer.norm2)} channels after {layer.conv1.out_channels}"
-    return None
 
 
 def _why_not_norms(layers: tuple[LayerParts, ...], x: Tensor) -> str | None:
@@ -205,7 +186,7 @@ def joined_consumer(block: BlockParts, consumer: nn.Module, sharded: Sequence[nn
         _can_share_consumer(parts, _dims(layer.last_conv))
         and normalize_alike(layer.norm1, norm)
         and norm.weight.dtype == layer.norm1.weight.dtype
-        and num_channels(norm) == num_channels(layer.norm1) + layer.last_conv.out_channels
+        and len(norm.weight) == len(layer.norm1.weight) + len(layer.last_conv.weight)
         and (conv is None or all(tensor.dtype == layer.conv1.weight.dtype for tensor in _tensors(conv)))
     )
     return parts if joins else None
@@ -219,8 +200,6 @@ def separate_consumer(consumer: nn.Module, x: Tensor) -> ConsumerParts | None:
     if any(map(must_be_called, consumer.modules())):
         return None
     norm, convolutions = parts.norm, [] if parts.conv is None else [parts.conv]
-    if {num_channels(norm), *(conv.in_channels for conv in convolutions)} != {x.shape[1]}:
-        return None
     if _why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) is not None:
         return None  # the norm itself raises
     return parts if why_not_precision([([norm], convolutions)], x) is None else None
@@ -249,14 +228,17 @@ def can_share_stem(conv: Any, norm: Norm, activation: nn.Module, pool: Any, x: T
         return False
     if any(map(must_be_called, (conv, norm, activation, pool))) or pool.return_indices:
         return False
-    if conv.padding_mode != "zeros" or isinstance(conv.padding, str) or x.shape[1] != conv.in_channels:
+    if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
         return False
-    size = convolved_size(x.shape[2:], conv.kernel_size, conv.stride, conv.padding, conv.dilation)
+    shape, biases = conv.weight.shape, [norm.bias, *_tensors(conv)[1:]]
+    if len(shape) != x.dim() or shape[1] * conv.groups != x.shape[1] or any(each.shape != shape[:1] for each in biases):
+        return False  # the convolution or the norm itself raises
+    size = convolved_size(x.shape[2:], shape[2:], conv.stride, conv.padding, conv.dilation)
     if min(size) < 1:
         return False  # the convolution itself raises where it has no output pixel
     if _why_norm_raises(norm, x.shape[0] * size.numel()) is not None:
         return False  # the norm itself raises
-    return num_channels(norm) == conv.out_channels and why_not_precision([([norm], [conv])], x) is None
+    return why_not_precision([([norm], [conv])], x) is None
 
 
 def convolved_size(size: Sequence[int], kernel_size: Sequence[int], *rest: Sequence[int]) -> torch.Size:
@@ -275,33 +257,21 @@ def _dims(conv: _ConvNd) -> int:
 def _unusual_setting(conv: _ConvNd, kernel_size: int) -> str | None:
     """A setting in which `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     dims, dilation = _dims(conv), conv.dilation[0]
-    padding = (kernel_size // 2 * dilation,) * dims
-    found = (
-        *map(_as_setting, (conv.kernel_size, conv.padding, conv.dilation, conv.stride)),
-        conv.groups,
-        conv.padding_mode,
-    )
-    if found == ((kernel_size,) * dims, padding, (dilation,) * dims, (1,) * dims, 1, "zeros"):
-        return None
-    usual = {
+    sizes = tuple(conv.weight.shape[2:]), conv.padding, conv.dilation, conv.stride
+    sizes = [tuple(each) if isinstance(each, list) else each for each in sizes]  # PyTorch takes lists too
+    settings = {
         "kernel_size": (kernel_size,) * dims,
-        "padding": padding,
+        "padding": (kernel_size // 2 * dilation,) * dims,
         "dilation": (dilation,) * dims,
         "stride": (1,) * dims,
         "groups": 1,
         "padding_mode": "zeros",
     }
-    for name, value in usual.items():
-        found = _as_setting(getattr(conv, name))
-        if found not in (value, "same"):  # padding="same" is `padding` for an odd kernel size
+    for (name, usual), found in zip(settings.items(), (*sizes, conv.groups, conv.padding_mode), strict=True):
+        if found not in (usual, "same"):  # padding="same" is this padding for an odd kernel size
             where = f"in a {type(conv).__name__} of a layer"
-            return f"found {name}={found!r} {where}, where the shared engine takes {value!r}"
+            return f"found {name}={found!r} {where}, where the shared engine takes {usual!r}"
     return None
-
-
-def _as_setting(value: Any) -> Any:
-    """PyTorch takes lists too."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _tensors(module: Any) -> list[Tensor]:
@@ -333,6 +303,10 @@ def _missing_tensors(norm: Norm) -> str | None:
     if uses_running_statistics(norm) and norm.running_mean is None:
         name = torch_class(norm).__name__
         return f"found a {name} in evaluation mode without running statistics, which the shared engine needs there"
+    for each in (bias, norm.running_mean, norm.running_var):
+        if each is not None and each.shape != weight.shape:
+            name, shape = torch_class(norm).__name__, tuple(weight.shape)
+            return f"found a {name} with a tensor of shape {tuple(each.shape)} beside a weight of shape {shape}"
     return None
 
 

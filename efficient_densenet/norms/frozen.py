@@ -1,4 +1,4 @@
-"""Properties of a norm that the engines read: whether its statistics are constant, its eps, its number of channels.
+"""Properties of a norm that the engines read: whether its statistics are constant, its eps.
 
 A batch norm in eval mode is frozen, and the FrozenBatchNorm2d of detection libraries is frozen in any mode. The classes
 of torchvision, detectron2 and DETR have weight, bias and running statistics as buffers, and hardly differ otherwise.
@@ -26,10 +26,6 @@ def uses_running_statistics(norm: Any) -> bool:
 def eps_of(norm: Any) -> float:
     """The number that a norm adds to the variance; in some classes it is a constant in their forward."""
     return norm.eps if hasattr(norm, "eps") else _eps(norm) or 0.0
-
-
-def num_channels(norm: Any) -> int:
-    return norm.num_features if hasattr(norm, "num_features") else norm.weight.shape[0]
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:

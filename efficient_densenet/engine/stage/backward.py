@@ -27,6 +27,7 @@ class Backward:
     def __init__(self, spec: StageSpec, inputs: BackwardInputs) -> None:
         saved: SavedStage = inputs.saved
         self.spec, self.shape, self.features = spec, inputs.shape, saved.features
+        spec.check_shapes(saved.parameters, len(inputs.shape) - 1)  # `weight.data` may be another tensor by now
         self.grad_consumer = None if spec.consumer is None else inputs.grad_outputs[0]
         self.grad_block = inputs.grad_outputs[-1] if spec.returns_features else None
         self.kernels = kernels_for(self.features, spec.activations)

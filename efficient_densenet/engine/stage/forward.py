@@ -39,6 +39,7 @@ class Forward:
     def __init__(self, spec: StageSpec, inputs: StageInputs) -> None:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
+        spec.check_shapes(inputs.parameters, self.x.dim() - 2)
         features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
         self.kernels = kernels_for(features, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])

@@ -81,6 +81,12 @@ class StagePlan:
         """The parameters as they are now."""
         return [values[name] for values, name in self.places[: self.num_parameters]]
 
+    def why_not_shapes(self, x: Tensor) -> str | None:
+        """Why the input and the parameters as they are now do not fit one another, or None."""
+        if x.shape[1] != self.spec.in_channels:
+            return f"found an input of {x.shape[1]} channels, where the first norm takes {self.spec.in_channels}"
+        return self.spec.why_not_shapes(self.tensors, x.dim() - 2)
+
     def run(self, x: Tensor) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both: the only way into the operator."""
         return run_inside(self.sharded, self._run, x)
@@ -147,7 +153,7 @@ def _read_spec(
         channels_last=(formats.plain or memory_format_of(x)) is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
-        growth_rate=int(block.layers[0].last_conv.out_channels) if block.layers else 0,
+        growth_rate=block.layers[0].last_conv.weight.shape[0] if block.layers else 0,
         newest_first=block.newest_first,
         new_features_only=block.new_features_only,
         return_features=return_features,
@@ -170,5 +176,5 @@ def _read_layer(layer: LayerParts) -> LayerSpec:
     if norm2 is None:
         return LayerSpec(0, dilation, drop_rate, False, False, 0.0, *activations)
     eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)
-    width = int(layer.conv1.out_channels)
+    width = layer.conv1.weight.shape[0]
     return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps, *activations)

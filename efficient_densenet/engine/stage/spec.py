@@ -105,6 +105,8 @@ class StageSpec:
         num_columns: of the matrix of statistics. The features' come first, unless their norms are frozen: then each has
             its own.
         activations: the names of the activations between a norm and a convolution.
+        sizes: each norm's channels, then the output channels, None for the consumer's, and the kernel size of the
+            convolution after it.
     """
 
     dtype: str
@@ -136,14 +138,18 @@ class StageSpec:
         self.num_columns = 0 if self.frozen else self.order.total
         self.norms: list[NormSpec] = []
         self.layer_norms: list[slice] = []
+        self.sizes: list[tuple[int, int | None, int]] = []
         for i, layer in enumerate(self.layers):
             first = len(self.norms)
             self._add_norm_of_features(self.channels_read(i))
             if layer.width:
                 self._add_norm(None, layer.width, layer.norm2_frozen)
+                self.sizes.append((self.channels_read(i), layer.width, 1))
+            self.sizes.append((layer.width or self.channels_read(i), self.growth_rate, 3))
             self.layer_norms.append(slice(first, len(self.norms)))
         if self.consumer is not None:
             self._add_norm_of_features(self.order.total)
+            self.sizes.append((self.order.total, None, 1))
         self.activations = sorted({each.name for each in self._activations()})
 
     def __hash__(self) -> int:
@@ -204,6 +210,27 @@ class StageSpec:
     def consumer_tensors(self) -> slice:
         """The slice of the stage's parameters that the consumer has."""
         return _tensors(slice(self.consumer_norm, len(self.norms)))
+
+    def why_not_shapes(self, parameters: Sequence[Any], dims: int) -> str | None:
+        """Why parameters of these shapes are not those that kernels read by this specification, or None.
+
+        Attributes of modules, such as num_features and out_channels, are not asked: PyTorch does not read them either.
+        """
+        for (channels, width, kernel_size), tensors in zip(self.sizes, norm_convs(parameters), strict=True):
+            if width is None and tensors.conv_weight is not None:
+                width = tensors.conv_weight.shape[0]
+            expected = (channels,), (channels,), (width, channels, *[kernel_size] * dims), (width,)
+            for name, tensor, shape in zip(NormConv._fields, tensors, expected, strict=True):
+                if tensor is not None and tensor.shape != shape:
+                    words = name.replace("norm_", "norm's ").replace("conv_", "convolution's ")
+                    return f"found a {words} of shape {tuple(tensor.shape)}, where {shape} fits what is before it"
+        return None
+
+    def check_shapes(self, parameters: Sequence[Any], dims: int) -> None:
+        """Raise RuntimeError if the kernels would read other parameters than there are."""
+        reason = self.why_not_shapes(parameters, dims)
+        if reason is not None:
+            raise RuntimeError(f"{reason}: change weights only between steps, and all that depend on one another")
 
     @property
     def encoded(self) -> str:

@@ -42,7 +42,7 @@ class StemPlan:
     def __init__(self, stem: Stem, x: Tensor) -> None:
         conv, norm, *_ = stem
         self.spec = read_spec(stem, x)
-        self.num_channels = int(conv.out_channels)
+        self.num_channels = conv.weight.shape[0]
         names = ("running_mean", "running_var") if self.spec.frozen else ()
         self.places = [place_of(module, name) for module in (norm, conv) for name in ("weight", "bias")]
         self.places += [place_of(norm, name) for name in names]
