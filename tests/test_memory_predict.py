@@ -63,7 +63,7 @@ FAMILIES = {
 }
 
 
-def _compare(model: nn.Module, shape: tuple[int, ...], precision: str | None, tolerance: float) -> None:
+def _compare(model: nn.Module, shape: tuple[int, ...], precision: str | None, tolerance: float, more: int = 0) -> None:
     x, dtype = torch.randn(shape).to(next(model.parameters()).dtype), autocast_dtype(precision)
 
     def step() -> None:
@@ -73,16 +73,18 @@ def _compare(model: nn.Module, shape: tuple[int, ...], precision: str | None, to
 
     step()
     predicted = MetaModel(model, precision=precision).training_step(shape).tensor_peak
-    assert predicted == pytest.approx(tensor_peak(step), rel=tolerance)
+    measured = tensor_peak(step)
+    assert (1 - tolerance) * measured - more <= predicted <= (1 + tolerance) * measured
 
 
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize(*grid(family=FAMILIES, engine=ENGINES[::-1], precision=[None, "bf16"], strength=1))
 def test_a_step_takes_what_was_predicted(family, engine, precision):
-    """oneDNN decides by sizes what it reorders in bfloat16; of `shared` only the stem and the classifier use it."""
+    """What oneDNN reorders depends on the processor; of `shared` only the stem and the classifier use it. With AMX it
+    takes megabytes a thread for the weight's gradient of MONAI's stem of 7×7×7, more than all else."""
     make, shape = FAMILIES[family]
-    rest = 0.05 if (family, precision) == ("labels of pixels", "bf16") else 0.03
-    _compare(make(efficient=engine), shape, precision, 0.01 if engine == "shared" else rest)
+    megabytes = 4 * torch.get_num_threads() if (family, precision) == ("MONAI's", "bf16") else 0
+    _compare(make(efficient=engine), shape, precision, 0.01 if engine == "shared" else 0.1, megabytes * MIB)
 
 
 def test_steps_in_float64_with_frozen_norms_in_channels_last_and_with_saved_bottlenecks():
@@ -136,6 +138,9 @@ def test_an_estimate_in_parts():
     assert shared.tensor_peak == estimate.tensor_peak
     assert shared.features < estimate.step.features
     assert estimate.inference < estimate.tensor_peak < estimate.by_engine["checkpoint"].tensor_peak
+    plain = predict(model.set_engine("plain"), (8, 3, 32, 32), device="cpu")  # oneDNN's formats are no tensors
+    assert plain.spare == round(0.1 * plain.tensor_peak)
+    model.set_engine(True)
     text = str(estimate)
     assert "training on 8×3×32×32, on cpu, engine best" in text
     assert predict(model.eval(), (8, 3, 32, 32), optimizer="adam", device="cpu") == estimate

@@ -33,7 +33,8 @@ class MemoryEstimate:
         precision: autocast's dtype, for which this is true.
         persistent: what training holds between steps: parameters, buffers, gradients, the optimizer's state.
         inputs: the batch.
-        spare: what libraries may take besides: a hundredth of the step's peak and, on a GPU, 40 MiB for cuDNN.
+        spare: what libraries may take besides: of the step's peak a hundredth, or a tenth by plain modules on a
+            processor; and on a GPU 40 MiB for cuDNN.
         engine: the engine that the model has, "best" if that is chosen for it; "none" in a model without dense blocks.
         num_saved: of how many layers the shared engine saves the bottleneck, as a budget decides.
         step: a training step as the model is.
@@ -105,6 +106,7 @@ def predict(
     engine = engine_of(traced.model)
     num_saved = sum(bool(layer.keep_bottleneck) for _, _, layer in dense_layers(traced.model))
     step = traced.training_step(input_shape)
+    spare = traced.spare(step.tensor_peak)  # by the model's own engine
     inference = traced.inference(input_shape)
     by_engine, refused = dict[str, StepMemory](), dict[str, str]()
     for each in ENGINES if engine_blocks(traced.model) else ():
@@ -119,7 +121,7 @@ def predict(
         traced.dtype,
         traced.persistent,
         traced.input_bytes(input_shape),
-        traced.spare(step.tensor_peak),
+        spare,
         engine,
         num_saved,
         step,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._checks import check_module, integer
 from .._tensors import meta_stands_for
 from .._torch_private import backward_inside_function_modes
-from ..engine.choose import describe, engine_blocks, no_warnings
+from ..engine.choose import Engine, describe, engine_blocks, no_warnings
 from ..engine.parts import LayerParts, NoPartsError, parts_of
 from .meta_copy import copy_to_meta, unwrapped
 from .meta_functions import MetaFunctions
@@ -25,8 +25,9 @@ from .trace import MemoryMode, MemoryTrace, tensors_of
 logger = logging.getLogger(__name__)
 """Logger with a line for each step that is traced, which takes up to a second."""
 
-MARGIN = 0.01
-"""The share of a step's peak that libraries may take inside of operations, in tensors of their own."""
+MARGIN, ONEDNN_MARGIN = 0.01, 0.1
+"""The share of a step's peak that libraries may take inside of operations, in tensors of their own: by the shared
+engine and on GPUs, and by plain modules on processors, where oneDNN's memory formats depend on the processor."""
 CUDNN_WORKSPACE = 40 << 20
 """Bytes that cuDNN may take: it took up to 37 MiB on an H100."""
 
@@ -135,7 +136,10 @@ class MetaModel:
 
     def spare(self, tensor_peak: int) -> int:
         """The bytes that libraries may take besides tensors."""
-        return round(MARGIN * tensor_peak) + (CUDNN_WORKSPACE if self.device_type == "cuda" else 0)
+        if self.device_type == "cuda":
+            return round(MARGIN * tensor_peak) + CUDNN_WORKSPACE
+        is_shared = engine_of(self.model) in (describe(None), Engine.SHARED)
+        return round((MARGIN if is_shared else ONEDNN_MARGIN) * tensor_peak)
 
     def training_step(self, input_shape: Shape) -> StepMemory:
         """The forward, the loss and the backward of a step.

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._tensors import CHANNELS_LAST, formatted, memory_format_of
 from .._torch_private import memory_key, onednn_supports, run_cpu_implementation, run_parts
-from ..kernels.convolution import SINGLE_IMAGE, has_avx512
+from ..kernels.convolution import SINGLE_IMAGE
 
 CUDA_ALLOCATION = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
 
-ONEDNN_BLOCK = 16 if has_avx512() else 8
-"""oneDNN may reorder a convolution's operands into blocks of so many channels."""
+ONEDNN_BLOCK = 16
+"""oneDNN may reorder a convolution's operands into blocks of so many channels, of 8 on processors without AVX-512."""
 
 _aten = torch.ops.aten
 _ELEMENTWISE = {_aten.mul, _aten.mul_, _aten.add, _aten.add_, _aten.sub, _aten.sub_}
@@ -166,33 +166,17 @@ def _conversions(operands: list[Tensor], output: Tensor) -> int:
 
 
 def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any) -> int:
-    """The bytes of a convolution's workspace: its operands in oneDNN's memory format, or the columns of im2col."""
+    """The bytes of a convolution's workspace: the columns of im2col or, about, its operands in oneDNN's memory format,
+    which in half precision holds grad_input in float32."""
     grad_output, images, weight = args[:3] if is_backward else (output, *args[:2])
     _, in_channels, *kernel_size = weight.shape
-    taps, is_dilated = math.prod(kernel_size), max(args[5 + is_backward]) > 1
-    columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
     if _by_im2col(images, weight):
+        taps, is_dilated = math.prod(kernel_size), max(args[5 + is_backward]) > 1
+        columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
         return 0 if taps == 1 and weight.dim() < 5 else columns // (len(images) if is_dilated else 1)
-    blocked = _in_blocks(images) + _in_blocks(grad_output)
-    if not is_backward:
-        return blocked + weight.nbytes
-    if not has_avx512() and taps > 1 and (is_dilated or images.dim() == 5):
-        # By oneDNN's own im2col: each thread has the columns of an image, or of a slice of a volume, and four sums of
-        # grad_weight.
-        columns //= len(images) * (images.shape[2] if images.dim() == 5 else 1)
-        return max(torch.get_num_threads() * (columns + 4 * weight.nbytes), images.nbytes, grad_output.nbytes)
-    if weight.itemsize > 2:  # grad_weight is converted when the copies in blocks are free again
-        return max(blocked, weight.nbytes)
-    # In half precision, one after another: each thread's sums of grad_weight, and its grad_input of an image, both in
-    # float32; the second before the contiguous grad_input. Threads divide the images, or the blocks of input channels,
-    # whose sums they share, where this reads less.
-    threads, padded = torch.get_num_threads(), _rounded(weight.shape[0], 2 * ONEDNN_BLOCK) * in_channels
-    image = images.numel() // len(images) * 4 if taps == 1 and output[0] is not None else 0
-    num_images, blocks = len(images), -(-in_channels // ONEDNN_BLOCK)
-    pixels_less = grad_output[0, 0].numel() * (num_images - -(-num_images // threads))
-    weights_less = taps * ONEDNN_BLOCK * (blocks - -(-blocks // threads))
-    sums = (1 if weights_less > pixels_less else threads) * padded * taps * 4
-    return blocked + weight.nbytes + max(sums, threads * image - images.nbytes)
+    blocked = _in_blocks(images) + _in_blocks(grad_output) + weight.nbytes
+    is_narrow = is_backward and weight.itemsize == 2 and output[0] is not None
+    return max(blocked, 2 * images.nbytes) if is_narrow else blocked
 
 
 def _by_im2col(images: Tensor, weight: Tensor) -> bool:
