@@ -198,6 +198,14 @@ def test_a_trace_is_as_long_for_any_batch(device, dtype):
             traced.training_step((batch, 3, 64, 64))
 
 
+def test_dropout_and_the_convolutions_of_many_tiles_on_a_gpu():
+    """A tile that is left out of a trace has its part of the convolution's output all the same."""
+    pytest.importorskip("triton")
+    traced = MetaModel(DenseNet(12, (2, 2), bn_size=0, drop_rate=0.2, dims=3, in_channels=1), device="cuda")
+    some, more = (traced.training_step((2**i, 1, 32, 32, 32)).tensor_peak for i in (10, 13))
+    assert more == pytest.approx(8 * some, rel=0.1)
+
+
 # The optimizer, the caller's contexts, the model
 
 

@@ -176,11 +176,16 @@ def _cudnn_conv(conv: ImageConv, pool: int) -> Tensor:
     input, weight, shape, dilation = conv
     function = DIMENSIONS[len(shape) - 1].conv
     padding = weight.shape[-1] // 2 * dilation
-    outputs = [
-        to_pixel_matrix(function(activation, weight, padding=padding, dilation=dilation))
-        for _, _, activation in _activation_tiles(input, weight.dtype, shape, pool)
-    ]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    num_pixels = math.prod((shape[0], *(size // pool for size in shape[1:])))
+    output = weight.new_empty(0, len(weight))
+    for _, tile, activation in _activation_tiles(input, weight.dtype, shape, pool):
+        part = to_pixel_matrix(function(activation, weight, padding=padding, dilation=dilation))
+        if len(part) == num_pixels:
+            return part
+        if not len(output):  # of all pixels, also where a prediction of memory leaves tiles out
+            output = part.new_empty(num_pixels, len(weight))
+        output[tile] = part
+    return output
 
 
 def _cudnn_conv_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator, pool: int) -> Gradients:
