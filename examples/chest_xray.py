@@ -4,74 +4,56 @@ pip install -e '.[examples]'
 python examples/chest_xray.py --data generated --out runs/first
 python examples/chest_xray.py --data nih/Data_Entry_2017.csv --out runs/nih --image_size 512 --weights DEFAULT
 python examples/chest_xray.py --data CheXpert-v1.0-small/train.csv --out runs/chexpert --uncertain ones
+python examples/chest_xray.py --predict new_pictures --out runs/nih
 
-It writes auroc.csv, predictions.csv, roc.png, gradcam/LABEL.png, checkpoint.pt and best.pt into --out.
+It writes auroc.csv, predictions.csv, roc.png, gradcam/LABEL.png, checkpoint.pt, best.pt and config.json into --out.
 """
 
 import argparse
 from pathlib import Path
 
+import _extra  # noqa: F401 - before the packages that it looks for
+import common
 import generated
+import gradcam
 import pandas as pd
 import pictures
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Run, auroc, auroc_interval, autocast, make_parser, parse_options, print_what_fits, stop
-from PIL import Image
-from pytorch_grad_cam import GradCAM
-from pytorch_grad_cam.utils.model_targets import ClassifierOutputTarget
+import xray_images
+from common import DEVICE, Run, auroc, autocast, stop
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
 from tqdm import tqdm
+from xray_images import XRays
 from xray_tables import read_table
 
 from efficient_densenet import conversion_report, create_model, list_models, load_weights, make_efficient
 
 
 def parse(words: list[str] | None) -> argparse.Namespace:
-    parser = make_parser(__doc__, epochs=5, batch_size=16, learning_rate=1e-4)
+    parser = common.make_parser(__doc__, epochs=5, batch_size=16, learning_rate=1e-4)
     add = parser.add_argument
-    add("--data", required=True, help="a CSV in the layout of NIH ChestX-ray14 or CheXpert, or the word generated")
+    add("--data", help="a CSV in the layout of NIH ChestX-ray14 or CheXpert, or the word generated")
     add("--images", help="folder of the pictures; by default that of the CSV")
     add("--labels", nargs="+", help="labels to learn; by default all")
-    add("--uncertain", choices=["ignore", "ones", "zeros"], default="ignore", help="what a label of -1 counts as")
+    policies = ["ignore", "ones", "zeros"]
+    add("--uncertain", choices=policies, default="ignore", help="what a label of -1 counts as")
+    add("--blank", choices=policies, default="zeros", help="what a label counts as that CheXpert leaves blank")
     add("--test_list", help="file with the names of the test pictures, such as NIH's test_list.txt")
     add("--views", choices=["all", "frontal"], default="all", help="the pictures of CheXpert to use")
     models = [*list_models("densenet*"), "torchxrayvision"]
     add("--model", metavar="NAME", default="densenet121", choices=models, help="of the zoo, or torchxrayvision")
     add("--weights", help="DEFAULT for torchvision's, a file, or a name of torchxrayvision's")
-    add("--image_size", type=int, default=224, help="height and width, 224 to 1024")
+    black_and_white = {"type": float, "nargs": 2, "metavar": ("BLACK", "WHITE")}
+    add("--window", **black_and_white, help="values of files of more than 8 bits; by default what a DICOM file says")
+    add("--range", **black_and_white, help="of files that say nothing; by default the ends of the training pictures")
+    clipped = "share of the pixels that may lose their differences at one end of a window"
+    add("--max_clipped", type=float, default=0.05, help=clipped)
+    add("--image_size", type=common.at_least(32), default=224, help="height and width, 224 to 1024")
     add("--channels", type=int, choices=[1, 3], default=1, help="of the model's input; all weights work with both")
     add("--class_weights", choices=["balanced", "none"], default="balanced", help="whether rare findings weigh more")
-    add("--resamples", type=int, default=1000, help="bootstrap samples for the 95 %% intervals")
-    return parse_options(parser, words, image_size=64)
-
-
-class XRays(Dataset):
-    """Pictures, and their labels as a row of numbers: 1, 0, or NaN where it is not known."""
-
-    def __init__(self, table: pd.DataFrame, labels: list[str], options: argparse.Namespace, augment: bool) -> None:
-        self.files, self.mode = table["file"].tolist(), "L" if options.channels == 1 else "RGB"
-        self.targets = torch.tensor(table[labels].to_numpy(), dtype=torch.float32)
-        mean, std = ([0.449], [0.226]) if options.channels == 1 else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-        if options.model == "torchxrayvision":  # pixels from -1024 to 1024
-            mean, std = [0.5] * options.channels, [1 / 2048] * options.channels
-        steps = [v2.ToImage(), v2.Resize(options.image_size), v2.CenterCrop(options.image_size)]
-        if augment:  # without a flip: the heart is on the left
-            steps.append(v2.RandomAffine(5, (0.05, 0.05), (0.9, 1.1), interpolation=v2.InterpolationMode.BILINEAR))
-        self.transform = v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.transform(Image.open(self.files[i]).convert(self.mode)), self.targets[i]
-
-    def positive_weights(self) -> Tensor:
-        """Of each label, how many pictures are without it for one that has it."""
-        positive, negative = (self.targets == 1).sum(0), (self.targets == 0).sum(0)
-        return negative / positive.clamp(min=1)
+    add("--resamples", type=common.at_least(1), default=1000, help="bootstrap samples for the 95 %% intervals")
+    return common.parse_options(parser, words, image_size=64)
 
 
 def build(options: argparse.Namespace, num_labels: int) -> nn.Module:
@@ -100,30 +82,28 @@ def known_loss(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tenso
     return (losses * known).sum() / known.sum().clamp(min=1)
 
 
-def train(run: Run, loader: DataLoader, weights: Tensor | None, title: str) -> None:
+def train(run: Run, data: XRays, weights: Tensor | None, title: str) -> None:
     run.model.train()
-    for images, targets in (bar := tqdm(loader, title, leave=False)):
+    for _, (images, targets) in run.batches(data, data.files, title, run.options.batch_size, shuffle=True):
         with autocast(run.options):
             logits = run.model(images.to(DEVICE))
-        loss = known_loss(logits, targets.to(DEVICE), weights)
-        run.step(loss)
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        run.step(known_loss(logits, targets.to(DEVICE), weights))
 
 
 @torch.no_grad()
-def predict(run: Run, loader: DataLoader) -> Tensor:
-    """A row of probabilities a picture."""
+def predict(run: Run, data: XRays) -> Tensor:
+    """A row of probabilities a picture, NaN where its file cannot be read."""
     run.model.eval()
-    scores = []
-    for images, _ in tqdm(loader, "predicting", leave=False):
+    scores = torch.full(data.targets.shape, torch.nan)
+    for rows, (images, _) in run.batches(data, data.files, "predicting", run.options.batch_size):
         with autocast(run.options):
-            scores.append(run.model(images.to(DEVICE)).float().sigmoid().cpu())
-    return torch.cat(scores)
+            scores[rows] = run.model(images.to(DEVICE)).float().sigmoid().cpu()
+    return scores
 
 
 def by_label(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """For each label the scores and targets of the pictures of which it is known."""
-    known, columns = ~targets.isnan(), range(targets.shape[1])
+    """For each label the scores and targets of the pictures of which both are known."""
+    known, columns = ~(targets + scores).isnan(), range(targets.shape[1])
     return [scores[known[:, i], i] for i in columns], [targets[known[:, i], i].int() for i in columns]
 
 
@@ -134,67 +114,73 @@ def report(scores: Tensor, test: pd.DataFrame, data: XRays, labels: list[str], n
     predictions.to_csv(options.out / "predictions.csv", index=False)
     rows, (some_scores, some_targets) = [], by_label(scores, data.targets)
     for label, s, t in zip(labels, tqdm(some_scores, "intervals", leave=False), some_targets, strict=True):
-        patients = test["patient"].to_numpy()[test[label].notna()]
-        rows.append((label, len(t), int(t.sum()), auroc(s, t), *auroc_interval(s, t, patients, options)))
+        patients = test["patient"].to_numpy()[test[label].notna() & scores.isfinite().all(1).numpy()]
+        rows.append((label, len(t), int(t.sum()), auroc(s, t), *common.auroc_interval(s, t, patients, options)))
     table = pd.DataFrame(rows, columns=["label", "pictures", "positive", "auroc", "low", "high"])
     table.to_csv(options.out / "auroc.csv", index=False)
     pictures.roc(options.out / "roc.png", name, some_scores, some_targets, table)
     return table
 
 
-def draw_cams(model: nn.Module, scores: Tensor, data: XRays, labels: list[str], name: str, out: Path) -> None:
-    """For each label the four pictures with the highest score, and by Grad-CAM what the score comes from."""
-    out.mkdir(exist_ok=True)
-    with GradCAM(model, [model.get_submodule("features.norm5")]) as cam:
-        for i, label in enumerate(tqdm(labels, "Grad-CAM", leave=False)):
-            top = scores[:, i].topk(min(4, len(data))).indices.tolist()
-            images = torch.stack([data[j][0] for j in top])
-            maps = cam(images, [ClassifierOutputTarget(i)] * len(top))
-            figure, axes = pictures.grid(f"Grad-CAM of {label.replace('_', ' ')}, {name}", 2 * len(top), len(top))
-            for k, j in enumerate(top):
-                truth = {1.0: "present", 0.0: "absent"}.get(data.targets[j, i].item(), "not known")
-                pictures.show(axes[k], images[k, 0].numpy(), f"score {scores[j, i]:.2f}, {truth}")
-                pictures.show(axes[len(top) + k], images[k, 0].numpy(), heat=maps[k])
-            figure.savefig(out / f"{label.replace(' ', '_')}.png")
+def predict_folder(options: argparse.Namespace) -> pd.DataFrame:
+    """Write the probabilities of the pictures in a folder, by the best model of the run in --out."""
+    labels = common.load_config(options)["labels"]
+    files = [str(path) for path in common.files_in(options.predict, xray_images.SUFFIXES)]
+    common.check_files(files, xray_images.check_header, options)
+    model = build(options, len(labels)).to(DEVICE)
+    common.load_best(model, options.out)
+    run = Run(options, model)
+    scores = predict(run, XRays(files, torch.full((len(files), len(labels)), torch.nan), options))
+    return common.write_predicted(run, files, labels, scores)
 
 
 def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
+    if options.predict:
+        return predict_folder(options)
+    common.check_folder(options)
     if options.data == "generated":
         options.data = str(generated.xrays(options.out / "generated"))
     table, labels, name = read_table(options)
     parts = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
-    data = {part: XRays(parts[part], labels, options, augment=part == "train") for part in parts}
-    reading = {"batch_size": options.batch_size, "num_workers": options.workers}
-    loaders = {part: DataLoader(data[part], shuffle=part == "train", **reading) for part in parts}
-    print(f"{name}: {len(labels)} labels; pictures: {', '.join(f'{len(data[part]):,} {part}' for part in parts)}")
+    print(f"{name}: {len(labels)} labels; pictures: {', '.join(f'{len(parts[part]):,} {part}' for part in parts)}")
+    xray_images.measure(parts["train"]["file"].tolist(), options)
+    data = {}
+    for part, rows in parts.items():
+        targets = torch.tensor(rows[labels].to_numpy(), dtype=torch.float32)
+        data[part] = XRays(rows["file"].tolist(), targets, options, augment=part == "train")
 
     torch.manual_seed(options.seed)
     try:
         model = build(options, len(labels))
     except ValueError as error:  # weights that do not fit, or are not there
         stop(str(error))
-    print_what_fits(model, options.batch_size, tuple(data["test"][0][0].shape), "adamw", options)
+    common.print_what_fits(model, options.batch_size, (options.channels, *[options.image_size] * 2), "adamw", options)
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
-    run = Run(options, model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs))
-    weights = data["train"].positive_weights().to(DEVICE) if options.class_weights == "balanced" else None
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    run = Run(options, model, optimizer, decay, labels=labels)
+    weights = None
+    if options.class_weights == "balanced":  # pictures without a label for one that has it
+        counts = [(data["train"].targets == known).sum(0) for known in (0, 1)]
+        weights = (counts[0] / counts[1].clamp(min=1)).to(DEVICE)
     for epoch in range(run.resume(), options.epochs):
         torch.manual_seed(options.seed + epoch)  # so that a run that was interrupted draws the same pictures
-        train(run, loaders["train"], weights, f"epoch {epoch + 1} of {options.epochs}")
-        run.scheduler.step()
-        found = by_label(predict(run, loaders["valid"]), data["valid"].targets)
+        train(run, data["train"], weights, f"epoch {epoch + 1} of {options.epochs}")
+        decay.step()
+        found = by_label(predict(run, data["valid"]), data["valid"].targets)
         score = float(pd.Series(map(auroc, *found)).mean())  # of the labels that have one
         print(f"epoch {epoch + 1}: mean AUROC of the validation pictures {score:.3f}", flush=True)
         run.save(epoch + 1, score)
 
-    run.load_best()
-    scores = predict(run, loaders["test"])
+    common.load_best(model, options.out)
+    scores = predict(run, data["test"])
     result = report(scores, parts["test"], data["test"], labels, name, options)
-    draw_cams(model, scores, data["test"], labels, name, options.out / "gradcam")
+    gradcam.draw(model, scores, data["test"], labels, name, options.out / "gradcam")
+    run.print_broken()
     print(f"\n{name}, test pictures, the best epoch's model\n{result.to_string(index=False, float_format='%.3f')}")
     return result
 
 
 if __name__ == "__main__":
-    main()
+    common.script(main)

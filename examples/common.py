@@ -1,26 +1,54 @@
-"""Parts that the programs share: options, what fits the card, checkpoints, splits, and AUROC with an interval."""
+"""Parts that the programs share: options, what is checked first, what fits the card, checkpoints, splits, AUROC."""
 
 import argparse
+import functools
+import json
 import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchmetrics.functional.classification import binary_auroc
+from tqdm import tqdm
 
 from efficient_densenet.memory.card import describe_card, what_fits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples"}
+MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples", "predict", "no_check"}
 """Options that may differ between a run and its continuation."""
 
 
+class _Stopped(SystemExit):
+    """Exit status 2, and the sentence that was printed as its text."""
+
+    code = 2
+
+
 def stop(sentence: str) -> NoReturn:
-    raise SystemExit(f"error: {sentence}")
+    print(f"error: {sentence}", file=sys.stderr)
+    raise _Stopped(sentence)
+
+
+def script(main: Callable[[], Any]) -> None:
+    """Call a program's `main`; after Ctrl-C say how to go on."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        where = f"in epoch {Run.latest.epoch} after step {Run.latest.steps}" if Run.latest else "before the first epoch"
+        print(f"\nstopped {where}: continue with --resume, after the last whole epoch", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def first_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else f"{text[:200]} …"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -30,23 +58,40 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
 
-def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """The options that every program has, with its own defaults."""
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(f"{message} (--help explains each option)")
 
-    parser = argparse.ArgumentParser(description=description, formatter_class=_Help, allow_abbrev=False)
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """A type of options."""
+
+    def whole_number(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text} is no whole number of {smallest} or more")
+        return int(text)
+
+    return whole_number
+
+
+def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that every program has, with its own defaults; the demos' words for them are taken too."""
+    parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
     add = parser.add_argument
-    add("--out", required=True, type=Path, help="folder for checkpoints, tables and pictures")
+    add("--out", "--save", required=True, type=Path, help="folder for checkpoints, tables and pictures")
     add("--resume", action="store_true", help="continue the run in --out after its last whole epoch")
-    add("--epochs", type=int, help="passes over the training data")
-    add("--batch_size", type=int, help="samples in a training step")
-    add("--learning_rate", type=float, help="the optimizer's learning rate")
-    add(
-        "--precision", choices=list(DTYPES), default="float32", help="dtype of automatic mixed precision; fp16 for GPUs"
-    )
+    predict = "no training: write what the run in --out finds in the files of this folder into predicted.csv there"
+    add("--predict", metavar="FOLDER", type=Path, help=predict)
+    add("--epochs", "--n_epochs", type=at_least(1), help="passes over the training data")
+    add("--batch_size", type=at_least(1), help="samples in a training step")
+    add("--learning_rate", "--lr", type=float, help="the optimizer's learning rate")
+    precision = "dtype of automatic mixed precision; fp16 for GPUs"
+    add("--precision", "--amp", choices=list(DTYPES), default="float32", help=precision)
     add("--engine", choices=["shared", "plain"], default="shared", help="shared saves memory, plain is for comparison")
     add("--card", metavar="8GB", help="memory to plan for; by default this GPU's, or 8GB without one")
-    add("--workers", type=int, default=0, help="processes that read data")
-    add("--seed", type=int, default=0, help="seed of the split, the first weights and the order of the data")
+    add("--workers", type=at_least(0), default=0, help="processes that read data")
+    add("--seed", type=at_least(0), default=0, help="seed of the split, the first weights and the order of the data")
+    add("--no_check", action="store_true", help="do not look into every file before training")
     parser.set_defaults(**defaults)
     return parser
 
@@ -54,12 +99,42 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
 def parse_options(parser: argparse.ArgumentParser, words: list[str] | None, **of_generated: Any) -> argparse.Namespace:
     """The options; where the data are generated, options that are not given have defaults for a quick first run."""
     options = parser.parse_args(words)
+    if options.predict is None and options.data is None:
+        parser.error("--data is missing")
     if options.data == "generated":
         parser.set_defaults(**of_generated)
         options = parser.parse_args(words)
         used = (f"--{name} {str(getattr(options, name)).strip('[]').replace(',', '')}" for name in of_generated)
         print(f"generated data, for a quick first run: {' '.join(used)}")
     return options
+
+
+def check_folder(options: argparse.Namespace) -> None:
+    """Stop unless a run may begin or go on in --out."""
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / ".writable").touch()
+        (options.out / ".writable").unlink()
+    except OSError as error:
+        stop(f"--out {options.out} cannot be written ({error.strerror}): give another folder")
+    if (options.out / "checkpoint.pt").exists() and not options.resume:
+        stop(f"{options.out} holds a run: add --resume to continue it, or give another --out")
+
+
+def read_csv(path: str | Path, **settings: Any) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path, **settings)
+    except (OSError, ValueError) as error:  # pandas' errors are ValueErrors
+        stop(f"{path} cannot be read as a CSV ({first_line(error)}): give the path of one")
+
+
+def check_files(files: Iterable[str | Path], read: Callable[[Any], Any], options: argparse.Namespace) -> None:
+    """Call `read` on each file, which looks at its header; stop at the first that fails."""
+    for file in [] if options.no_check else tqdm(files, "checking files", leave=False):
+        try:
+            read(file)
+        except Exception as error:
+            stop(f"{file} cannot be read ({first_line(error)}): replace it, or take it out")
 
 
 def autocast(options: argparse.Namespace) -> torch.autocast:
@@ -86,49 +161,108 @@ def print_what_fits(
     print(flush=True)
 
 
+class _Readable(Dataset):
+    """The samples of a data set with their numbers; for one that cannot be read, the reason.
+
+    MONAI's random transforms draw what `seed` and the sample's number say, whatever process reads it.
+    """
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self.data, self.seed = data, seed
+        self.set_random_state = getattr(getattr(data, "transform", None), "set_random_state", None)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[int, Any, str]:
+        if self.set_random_state:
+            self.set_random_state(self.seed + i)
+        try:
+            return i, self.data[i], ""
+        except Exception as error:  # whatever a damaged file raises
+            return i, None, first_line(error)
+
+
+def _collate(samples: list, combine: Callable) -> tuple[list[int], Any, dict[int, str]]:
+    whole = [(i, sample) for i, sample, reason in samples if not reason]
+    batch = combine([sample for _, sample in whole]) if whole else None
+    return [i for i, _ in whole], batch, {i: reason for i, _, reason in samples if reason}
+
+
 class Run:
     """A model's training: the steps of its optimizer, and its checkpoints in a folder.
 
-    checkpoint.pt is what a run continues from, best.pt the model of the epoch with the best validation. Each is written
-    under another name and then renamed, so that an interruption never leaves half of one.
+    checkpoint.pt is what a run continues from, best.pt the model of the epoch with the best validation, config.json
+    what predicting needs. Each is written under another name and then renamed, so that an interruption never leaves
+    half of one.
     """
+
+    latest: "ClassVar[Run | None]" = None
 
     def __init__(
         self,
         options: argparse.Namespace,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scheduler: torch.optim.lr_scheduler.LRScheduler,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        **of_predicting: Any,
     ) -> None:
         self.options, self.folder, self.best_score = options, options.out, float("-inf")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.epoch, self.steps, self.broken = 1, 0, dict[str, str]()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.scaler = torch.amp.GradScaler(DEVICE.type, enabled=options.precision == "fp16")
-        self.parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": self.scaler}
-        self.settings = {name: str(value) for name, value in vars(options).items() if name not in MAY_CHANGE}
+        self.parts: dict[str, Any] = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": self.scaler,
+        }
+        given = {name: value for name, value in vars(options).items() if name not in MAY_CHANGE}
+        self.settings = {name: str(value) for name, value in given.items()}
+        self.config = json.dumps({"options": given, **of_predicting}, default=str, indent=2)
+        Run.latest = self
 
-    def step(self, loss: Tensor, update: bool = True) -> None:
-        """Add the gradients of a loss; change the weights if `update`."""
-        self.scaler.scale(loss).backward()
+    def batches(
+        self, data: Any, names: Sequence[str], title: str, size: int, shuffle: bool = False,
+        combine: Callable = default_collate,
+    ) -> Iterator[tuple[list[int], Any]]:  # fmt: skip
+        """The samples' numbers and batches; a sample whose file cannot be read is left out and noted."""
+        collate, workers = functools.partial(_collate, combine=combine), self.options.workers
+        samples = _Readable(data, int(torch.randint(2**31, ())))
+        loader = DataLoader(samples, size, shuffle, num_workers=workers, collate_fn=collate)
+        self.num_batches = len(loader)
+        with tqdm(loader, title, leave=False) as self.bar:
+            for rows, batch, broken in self.bar:
+                for i, reason in broken.items():
+                    if names[i] not in self.broken:
+                        self.bar.write(f"note: {names[i]} cannot be read and is left out ({reason})", sys.stderr)
+                    self.broken[names[i]] = reason
+                if rows:
+                    yield rows, batch
+
+    def step(self, loss: Tensor, update: bool = True, accumulate: int = 1) -> None:
+        """Add the gradients of a loss, of as many as are accumulated; change the weights if `update`."""
+        self.scaler.scale(loss / accumulate).backward()
         if update:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
+        self.steps += 1
+        self.bar.set_postfix(loss=f"{loss.item():.3f}")
 
     def resume(self) -> int:
-        """Load the checkpoint, if the run has one; return the number of the next epoch."""
+        """Load the checkpoint, if the run has one; return the number of whole epochs."""
         path = self.folder / "checkpoint.pt"
         if not path.exists():
+            self._write("config.json", self.config)
             return 0
-        if not self.options.resume:
-            stop(f"{self.folder} holds a run: add --resume to continue it, or give another --out")
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, value in self.settings.items():
             if (then := state["settings"].get(name)) != value:
                 stop(f"--{name} is {value}, but the run in {self.folder} began with {then}: give that to continue it")
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-        self.best_score = state["best_score"]
+        self.best_score, self.epoch = state["best_score"], state["epoch"] + 1
         print(f"continuing after epoch {state['epoch']}", flush=True)
         return state["epoch"]
 
@@ -140,21 +274,69 @@ class Run:
         states = {name: part.state_dict() for name, part in self.parts.items()}
         self._write("checkpoint.pt", {**states, "epoch": epochs_done, "best_score": self.best_score,
                                       "settings": self.settings})  # fmt: skip
+        self.epoch, self.steps = epochs_done + 1, 0
 
-    def load_best(self) -> None:
-        self.model.load_state_dict(torch.load(self.folder / "best.pt", map_location="cpu", weights_only=True))
+    def print_broken(self) -> None:
+        if self.broken:
+            print(f"{len(self.broken)} files could not be read, and were left out:")
+            print("\n".join(f"  {name}: {reason}" for name, reason in self.broken.items()))
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def _write(self, name: str, content: Any) -> None:
         temporary = self.folder / f"{name}.tmp"
-        torch.save(content, temporary)
+        temporary.write_text(content) if isinstance(content, str) else torch.save(content, temporary)
         os.replace(temporary, self.folder / name)
 
 
-def split_by_patient(patients: pd.Series, seed: int, valid: float = 0.1, test: float = 0.2) -> np.ndarray:
-    """The names train, valid and test, so that all samples of a patient have the same."""
-    order = np.random.default_rng(seed).permutation(patients.unique())
-    place = patients.map({patient: i / len(order) for i, patient in enumerate(order)})
-    return np.select([place < 1 - valid - test, place < 1 - test], ["train", "valid"], "test")
+def load_best(model: nn.Module, folder: Path) -> None:
+    model.load_state_dict(torch.load(folder / "best.pt", map_location="cpu", weights_only=True))
+
+
+def load_config(options: argparse.Namespace) -> dict[str, Any]:
+    """What the run in --out knows; `options` become those that it was trained with."""
+    missing = [name for name in ("config.json", "best.pt") if not (options.out / name).is_file()]
+    if missing:
+        stop(f"{options.out} has no {missing[0]}: give the --out of a run as the model of --predict")
+    config = json.loads((options.out / "config.json").read_text())
+    vars(options).update({**config["options"], "weights": None})
+    return config
+
+
+def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of these formats in a folder and below it."""
+    found = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(suffixes) and path.is_file())
+    if not found:
+        stop(f"{folder} has no files of {', '.join(suffixes)}: give a folder that has some")
+    return found
+
+
+def write_predicted(run: Run, files: list[str], classes: list[str], scores: Tensor) -> pd.DataFrame:
+    """A row a file, with a column a class, into predicted.csv."""
+    table = pd.DataFrame(scores.numpy(), columns=classes).round(4)
+    table.insert(0, "file", files)
+    path = run.folder / "predicted.csv"
+    table.to_csv(path, index=False)
+    run.print_broken()
+    print(f"{path} has the probabilities of {len(files):,} files")
+    return table
+
+
+def split_by_patient(
+    patients: pd.Series, seed: int, valid: float = 0.1, test: float = 0.2, strata: pd.Series | None = None
+) -> np.ndarray:
+    """The names train, valid and test, so that all samples of a patient have the same.
+
+    With `strata`, such as the samples' classes, the patients of each (by their first sample) are divided alike, and
+    three or more of them are in all parts.
+    """
+    firsts = patients.drop_duplicates()
+    groups = [firsts] if strata is None else [firsts[strata[firsts.index] == each] for each in sorted(strata.unique())]
+    generator, part_of = np.random.default_rng(seed), dict[Any, str]()
+    for group in groups:
+        smallest = int(strata is not None and len(group) > 2)
+        num_valid, num_test = (max(round(share * len(group)), smallest if share else 0) for share in (valid, test))
+        parts = ["train"] * (len(group) - num_valid - num_test) + ["valid"] * num_valid + ["test"] * num_test
+        part_of.update(zip(generator.permutation(group), parts, strict=True))
+    return patients.map(part_of).to_numpy()
 
 
 def auroc(scores: Tensor, targets: Tensor) -> float:

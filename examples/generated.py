@@ -1,8 +1,8 @@
 """Small data sets that are drawn here, in the layouts that the programs read: a first run needs no download."""
 
+import json
 from pathlib import Path
 
-import nibabel
 import numpy as np
 import pandas as pd
 from PIL import Image
@@ -63,8 +63,33 @@ def streets(folder: Path, counts: dict[str, int] | None = None, height: int = 64
     return folder
 
 
+def organs(folder: Path, count: int = 12, size: int = 36) -> Path:
+    """NIfTI volumes with an organ and a tumor in it, and their labels, in the Decathlon's layout. Return the folder."""
+    import nibabel
+
+    rng, (x, y, z), listed = np.random.default_rng(0), _grid(size, size, size), []
+    for name in ("imagesTr", "labelsTr"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        a, b, c, *center = rng.uniform(0.35, 0.6, 3).tolist() + rng.uniform(-0.3, 0.3, 3).tolist()
+        organ = ((x - center[0]) / a) ** 2 + ((y - center[1]) / b) ** 2 + ((z - center[2]) / c) ** 2 < 1
+        tumor = (x - center[0] - 0.1) ** 2 + (y - center[1]) ** 2 + (z - center[2]) ** 2 < 0.04
+        label = (organ.astype(np.uint8) + (organ & tumor)).astype(np.uint8)
+        image = rng.normal(0, 60, label.shape) + np.array([0, 300, 600])[label]
+        sample = {"image": f"./imagesTr/organ_{i:03}.nii.gz", "label": f"./labelsTr/organ_{i:03}.nii.gz"}
+        for key, values in (("image", image.astype(np.float32)), ("label", label)):
+            nibabel.save(nibabel.Nifti1Image(values, np.diag([2, 2, 3, 1])), folder / sample[key])
+        listed.append(sample)
+    names = {"0": "background", "1": "organ", "2": "tumor"}
+    described = {"name": "generated organs", "modality": {"0": "CT"}, "labels": names, "training": listed}
+    (folder / "dataset.json").write_text(json.dumps(described))
+    return folder
+
+
 def volumes(folder: Path, patients: int = 30, size: int = 40) -> Path:
     """A NIfTI volume a patient, a ball with a few or with many bright spots, and a CSV. Return the CSV."""
+    import nibabel  # which the other programs do without
+
     rng, (x, y, z), rows = np.random.default_rng(0), _grid(size, size, size), []
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(patients):

@@ -105,3 +105,23 @@ def planes(path: Path, title: str, volume: np.ndarray, heat: np.ndarray, spacing
         axes[i].text(0.02, 0.5, left, color="white", va="center", transform=axes[i].transAxes)
         show(axes[3 + i], image, heat=over, aspect=spacing[up] / spacing[across])
     figure.savefig(path)
+
+
+def contours(
+    path: Path, title: str, volume: np.ndarray, maps: dict[str, np.ndarray], spacing: list[float], classes: list[str]
+) -> None:
+    """Slices of a volume through the middle of what is labelled, with the classes' contours in each map of numbers."""
+    figure, axes = grid(title, 3 * len(maps), 3, size=3)
+    places = np.argwhere(next(iter(maps.values())))
+    middle = places.mean(0).round().astype(int) if len(places) else np.array(volume.shape) // 2
+    for row, (text, numbers) in enumerate(maps.items()):
+        for i, (plane, axis) in enumerate((("axial", 2), ("coronal", 1), ("sagittal", 0))):
+            across, up = (j for j in range(3) if j != axis)
+            image, over = (np.rot90(np.take(each, middle[axis], axis))[:, ::-1] for each in (volume, numbers))
+            show(axes[3 * row + i], image, f"{text}, {plane}", aspect=spacing[up] / spacing[across])
+            for number in range(1, len(classes)):
+                if (over == number).any():
+                    axes[3 * row + i].contour(over == number, [0.5], colors=CLASSES[number - 1], linewidths=1.2)
+    handles = [Patch(color=CLASSES[i - 1], label=classes[i]) for i in range(1, len(classes))]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 6), frameon=False)
+    figure.savefig(path)

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import split_by_patient, stop
+from common import check_files, first_line, read_csv, split_by_patient, stop
+from xray_images import SUFFIXES, check_header
 
 NIH = {"Image Index", "Finding Labels", "Patient ID"}
+MEANINGS = {"zeros": "taken as negative", "ones": "taken as positive", "ignore": "left out as not known"}
 NOT_LABELS = ["Path", "Sex", "Age", "Frontal/Lateral", "AP/PA", "patient"]
 """Columns of CheXpert that are no labels, and "patient", which a table of one's own in its layout may have."""
 
@@ -17,16 +19,16 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
 
     The columns are image (its name), file, patient, split, and the labels: 1, 0, or NaN where it is not known.
     """
-    table = pd.read_csv(options.data)
+    table = read_csv(options.data)
     if options.views == "frontal" and "Frontal/Lateral" in table:
         table = table[table["Frontal/Lateral"] == "Frontal"]
     if set(table) >= NIH:
         name = "generated X-rays" if Path(options.data).parent.name == "generated" else "NIH ChestX-ray14"
         labels = table["Finding Labels"].str.get_dummies("|").drop(columns="No Finding", errors="ignore")
         images, patients = table["Image Index"], table["Patient ID"]
-    elif "Path" in table:  # where CheXpert leaves a label blank, the report does not mention it
+    elif "Path" in table:
         name = "CheXpert"
-        labels = table.drop(columns=NOT_LABELS, errors="ignore").fillna(0)
+        labels = table.drop(columns=NOT_LABELS, errors="ignore")
         images = table["Path"]
         patients = table["patient"] if "patient" in table else images.str.extract(r"(patient\d+)", expand=False)
     else:
@@ -37,23 +39,30 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
         stop(f"{options.data} lacks the label {missing[0]}: it has {', '.join(labels)}")
     numbers = labels[chosen].apply(pd.to_numeric, errors="coerce").astype(float)
     for label in chosen:
-        if (wrong := ~numbers[label].isin([-1, 0, 1])).any():
+        if (wrong := labels[label].notna() & ~numbers[label].isin([-1, 0, 1])).any():
             row = wrong.idxmax()
             stop(f"{options.data}, line {row + 2}: {label} is {labels[label][row]}, but must be 1, 0, -1 or blank")
     if patients.isna().any():
         stop(f"{options.data}, line {patients.isna().idxmax() + 2}: no patient is named, by whom the data is split")
-    numbers = numbers.replace(-1, {"ignore": np.nan, "ones": 1, "zeros": 0}[options.uncertain])
+    counts_as = {"ignore": np.nan, "ones": 1.0, "zeros": 0.0}
+    blank, uncertain = numbers.isna(), numbers == -1
+    numbers = numbers.mask(blank, counts_as[options.blank]).mask(uncertain, counts_as[options.uncertain])
+    if name == "CheXpert":
+        for kind, which, policy in (("blank", blank, options.blank), ("uncertain", uncertain, options.uncertain)):
+            print(f"{which.to_numpy().sum():,} {kind} labels are {MEANINGS[policy]} (--{kind} {policy})")
     numbers.insert(0, "image", images)
     numbers.insert(1, "file", _find_images(list(images), Path(options.images or Path(options.data).parent)))
     numbers.insert(2, "patient", patients)
     numbers.insert(3, "split", _split(numbers, options))
     if empty := {"train", "valid", "test"} - set(numbers["split"]):
         stop(f"{options.data} has {patients.nunique()} patients, too few to split: none is left for {empty.pop()}")
+    check_files(numbers["file"], check_header, options)
     return numbers, chosen, name
 
 
 def _find_images(names: list[str], folder: Path) -> list[str]:
-    by_name = {path.name: path for path in folder.rglob("*.png")}  # NIH's are spread over twelve folders
+    files = folder.rglob("*")  # NIH's are spread over twelve folders
+    by_name = {path.name: path for path in files if path.suffix.lower() in SUFFIXES}
     found = list[str]()
     missing = list[str]()
     for name in names:
@@ -68,7 +77,11 @@ def _find_images(names: list[str], folder: Path) -> list[str]:
 def _split(table: pd.DataFrame, options: argparse.Namespace) -> np.ndarray:
     if options.test_list is None:
         return split_by_patient(table["patient"], options.seed)
-    is_test = table["image"].map(lambda path: Path(path).name).isin(Path(options.test_list).read_text().split())
+    try:
+        names = Path(options.test_list).read_text().split()
+    except (OSError, ValueError) as error:
+        stop(f"--test_list {options.test_list} cannot be read ({first_line(error)}): give a file of names")
+    is_test = table["image"].map(lambda path: Path(path).name).isin(names)
     if both := set(table["patient"][is_test]) & set(table["patient"][~is_test]):
         stop(f"{options.test_list} has some pictures of patient {both.pop()} but not all: a patient is on one side")
     return np.where(is_test, "test", split_by_patient(table["patient"], options.seed, valid=0.125, test=0))

@@ -5,6 +5,7 @@ Their libraries are an extra of their own, which the first tier does without.
 
 import importlib
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +30,8 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "chest_xray": Program(
-        ("--image_size", "64", "--epochs", "2", "--batch_size", "8", "--resamples", "20"),
-        ("predictions.csv", "roc.png", "gradcam/Effusion.png", "gradcam/Nodule.png"),
+        ("--image_size", "160", "--epochs", "2", "--batch_size", "8", "--resamples", "20"),
+        ("predictions.csv", "roc.png", "gradcam/Effusion.png", "gradcam/Nodule.png", "config.json"),
         "auroc.csv",
         ("auroc", "low", "high"),
     ),
@@ -66,13 +67,14 @@ def write_data(name: str, folder: Path) -> Path:
         return generated.streets(folder / "streets", {"train": 4, "val": 2, "test": 2})
     if name == "volumes":
         return generated.volumes(folder / "volumes", patients=20, size=34)
-    return generated.xrays(folder / "xrays", patients=24, size=64)
+    return generated.xrays(folder / "xrays", patients=20, size=64)
 
 
 def run(monkeypatch, name: str, data: Path, out: Path, *words: str):
     """The table of a run, without the seconds that planning for a card takes."""
-    program, signature = load(name), inspect.signature(load("common").print_what_fits)
-    monkeypatch.setattr(program, "print_what_fits", lambda *given: signature.bind(*given))
+    program, common = load(name), load("common")
+    signature = inspect.signature(common.print_what_fits)
+    monkeypatch.setattr(common, "print_what_fits", lambda *given: signature.bind(*given))
     return program.main(["--data", str(data), "--out", str(out), *PROGRAMS[name].words, *words])
 
 
@@ -121,6 +123,27 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
     for column in program.scores:
         np.testing.assert_allclose(whole[column], parts[column], atol=0.01)
     assert not list(tmp_path.rglob("*.tmp"))
+    _predicting_gives_the_run_s_own_numbers(name, data, tmp_path / "whole")
+
+
+def _predicting_gives_the_run_s_own_numbers(name: str, data: Path, out: Path) -> None:
+    import pandas as pd
+
+    folder = {"chest_xray": data.parent, "segmentation": data / "test", "volumes": data.parent}[name]
+    predicted = load(name).main(["--predict", str(folder), "--out", str(out)]).set_index("file")
+    predicted.index = [Path(file).name for file in predicted.index]
+    np.testing.assert_allclose(pd.read_csv(out / "predicted.csv").iloc[:, 1:], predicted, atol=1e-6)
+    if name == "segmentation":  # of the masks, the classes' shares of all test pictures
+        shares = [
+            np.bincount(np.asarray(Image.open(mask)).ravel(), minlength=5) for mask in out.glob("predicted/*.png")
+        ]
+        np.testing.assert_allclose(predicted.mean(), np.sum(shares, 0) / np.sum(shares), atol=1e-4)
+        return
+    own = pd.read_csv(out / "predictions.csv").set_index("image" if name == "chest_xray" else "volume")
+    own.index = [Path(file).name for file in own.index]
+    for label in predicted:
+        column = own[label if name == "chest_xray" else f"p {label}"]
+        np.testing.assert_allclose(predicted.loc[own.index, label], column, atol=2e-4)
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
@@ -138,7 +161,7 @@ def test_generated_data_have_quick_defaults(capsys):
 def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
     program, data = load("segmentation"), write_data("segmentation", tmp_path)
 
-    def stop(*_) -> None:
+    def stop(*_, **__) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(program, "Run", stop)
@@ -196,7 +219,7 @@ def test_chest_xray_refuses_a_table(columns, rows, sentence, tmp_path, monkeypat
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
-def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path):
+def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, capsys):
     tables, chest_xray = load("xray_tables"), load("chest_xray")
     rows = []
     for i in range(20):
@@ -208,13 +231,185 @@ def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path):
     for uncertain, value in (("ignore", np.nan), ("ones", 1), ("zeros", 0)):
         words = ["--data", str(data), "--out", str(tmp_path / "out"), "--uncertain", uncertain]
         table, labels, name = tables.read_table(chest_xray.parse(words))
+        printed = capsys.readouterr().out
+        assert "50 blank labels are taken as negative (--blank zeros)" in printed
+        assert f"10 uncertain labels are {tables.MEANINGS[uncertain]} (--uncertain {uncertain})" in printed
         assert (labels, name) == (["No Finding", "Edema"], "CheXpert")
         np.testing.assert_equal(table["Edema"].to_numpy()[::2], [1, 0, value, 0] * 5)
         assert (table.groupby("patient")["split"].nunique() == 1).all()
         assert table["split"].value_counts().to_dict() == {"train": 28, "valid": 4, "test": 8}
+    for blank, value in (("ignore", np.nan), ("ones", 1), ("zeros", 0)):
+        edema = tables.read_table(chest_xray.parse([*words, "--blank", blank]))[0]["Edema"]
+        np.testing.assert_equal(edema.to_numpy()[::2], [1, 0, 0, value] * 5)
     (tmp_path / "test.txt").write_text("a.png\n")
     with pytest.raises(SystemExit, match=r"has some pictures of patient patient\d\d but not all"):
         tables.read_table(chest_xray.parse([*words, "--test_list", str(tmp_path / "test.txt")]))
+
+
+def xray_options(folder: Path, *words: str):
+    return load("chest_xray").parse(["--data", "x", "--out", str(folder), *words])
+
+
+def write_dicom(path: Path, values: np.ndarray, **tags) -> None:
+    pydicom = pytest.importorskip("pydicom")
+    data = pydicom.Dataset()
+    data.file_meta = pydicom.dataset.FileMetaDataset()
+    data.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    data.file_meta.MediaStorageSOPClassUID = data.SOPClassUID = pydicom.uid.SecondaryCaptureImageStorage
+    data.file_meta.MediaStorageSOPInstanceUID = data.SOPInstanceUID = pydicom.uid.generate_uid()
+    data.Rows, data.Columns = values.shape
+    data.SamplesPerPixel, data.BitsAllocated, data.BitsStored, data.HighBit = 1, 16, 12, 11
+    data.PixelRepresentation, data.PhotometricInterpretation = 0, "MONOCHROME2"
+    data.PixelData = values.astype(np.uint16).tobytes()
+    data.update(tags)
+    for name, value in tags.items():
+        setattr(data, name, value)
+    data.save_as(path, enforce_file_format=True)
+
+
+RAMP = np.arange(4096).reshape(64, 64)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_xrays_of_sixteen_bits_keep_their_levels(tmp_path, capsys):
+    images, options = load("xray_images"), xray_options(tmp_path)
+    Image.fromarray((RAMP + 500).astype(np.uint16)).save(tmp_path / "a.png")
+    Image.fromarray(((RAMP + 500) / 7).astype(np.float32)).save(tmp_path / "b.tif")
+    for name, scale in (("a.png", 1), ("b.tif", 7)):
+        options.range = None
+        images.measure([str(tmp_path / name)], options)
+        np.testing.assert_allclose(options.range, [500 / scale, 4595 / scale], rtol=1e-6)
+        found = images.read(tmp_path / name, options)
+        np.testing.assert_allclose(found[0].numpy(), RAMP / 4095, atol=1e-6)
+        assert len(found.unique()) == 4096
+    assert "pixels: 1 files of 16 bits from 500 (black) to 4595 (white); 0.0% are black" in capsys.readouterr().out
+    gray = Image.fromarray((RAMP // 16).astype(np.uint8))
+    gray.save(tmp_path / "c.png")
+    assert images.read(tmp_path / "c.png", options).dtype.itemsize == 1
+    clipping = xray_options(tmp_path, "--window", "0", "3000")
+    with pytest.raises(
+        SystemExit, match=r"39% of the pixels have different values in the files, but would all be white"
+    ):
+        images.measure([str(tmp_path / "a.png")], clipping)
+    clipping.max_clipped = 0.4
+    images.measure([str(tmp_path / "a.png")], clipping)
+    saturated = np.where(RAMP < 2000, 500, RAMP)  # in the file itself: nothing is lost here
+    Image.fromarray(saturated.astype(np.uint16)).save(tmp_path / "d.png")
+    images.measure([str(tmp_path / "d.png")], xray_options(tmp_path))
+    assert "48.8% are black" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
+    images, options = load("xray_images"), xray_options(tmp_path)
+    cases = {
+        "plain": ({}, RAMP / 4095),
+        "rescaled": ({"RescaleSlope": 2, "RescaleIntercept": -1000}, RAMP / 4095),
+        "inverted": ({"PhotometricInterpretation": "MONOCHROME1"}, 1 - RAMP / 4095),
+        "windowed": (
+            {"WindowCenter": 2000, "WindowWidth": 1001},
+            ((RAMP - 1999.5) / 1000 + 0.5).clip(0, 1),
+        ),
+    }
+    for name, (tags, expected) in cases.items():
+        write_dicom(tmp_path / f"{name}.dcm", RAMP, **tags)
+        images.check_header(tmp_path / f"{name}.dcm")
+        found = images.read(tmp_path / f"{name}.dcm", options)[0].numpy()
+        np.testing.assert_allclose(found, expected, atol=1e-6, err_msg=name)
+    given = xray_options(tmp_path, "--window", "1000", "3000")
+    found = images.read(tmp_path / "windowed.dcm", given)[0].numpy()
+    np.testing.assert_allclose(found, ((RAMP - 1000) / 2000).clip(0, 1), atol=1e-6)
+    with pytest.raises(SystemExit, match="but would all be"):
+        images.measure([str(tmp_path / "windowed.dcm")], options)
+    write_dicom(tmp_path / "frames.dcm", RAMP, NumberOfFrames=2)
+    with pytest.raises(ValueError, match="2 frames, but one picture a file is needed"):
+        images.check_header(tmp_path / "frames.dcm")
+    write_dicom(tmp_path / "color.dcm", RAMP, PhotometricInterpretation="PALETTE COLOR")
+    with pytest.raises(ValueError, match="is PALETTE COLOR, but must be MONOCHROME1"):
+        images.read(tmp_path / "color.dcm", options)
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_what_is_wrong_is_one_sentence_before_a_model_is_built(tmp_path, monkeypatch, capsys):
+    data = write_data("chest_xray", tmp_path)
+
+    def refused(*words: str, csv: Path = data, out: Path = tmp_path / "out") -> str:
+        return refuse(monkeypatch, "chest_xray", csv, out, *words)
+
+    assert "cannot be read as a CSV" in refused(csv=tmp_path)
+    assert "cannot be read as a CSV" in refused(csv=tmp_path / "absent.csv")
+    (tmp_path / "zip.csv").write_bytes(b"PK\x03\x04\xff\xfe")
+    assert "cannot be read as a CSV" in refused(csv=tmp_path / "zip.csv")
+    assert "argument --batch_size: 0 is no whole number of 1 or more" in refused("--batch_size", "0")
+    assert "--image_size: 16 is no whole number of 32 or more" in refused("--image_size", "16")
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refused(out=tmp_path / "file")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "checkpoint.pt").touch()
+    assert "holds a run: add --resume" in refused(out=run_folder)
+    image = sorted((data.parent / "images").iterdir())[3]
+    pixels = image.read_bytes()
+    image.write_bytes(pixels[:25])
+    assert f"{image} cannot be read" in refused()
+    assert "test_list" in refused("--no_check", "--test_list", str(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        load("chest_xray").main(["--out", "x"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: --data is missing (--help explains each option)\n"
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_a_file_that_breaks_later_is_named_and_left_out(tmp_path, monkeypatch, capsys):
+    data = write_data("chest_xray", tmp_path)
+    image = sorted((data.parent / "images").iterdir())[3]
+    pixels = image.read_bytes()
+    image.write_bytes(pixels[: len(pixels) // 2])  # whose header is sound
+    words = "--epochs", "1", "--image_size", "32", "--labels", "Effusion"
+    run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
+    assert f"1 files could not be read, and were left out:\n  {image}: " in capsys.readouterr().out
+
+
+def test_ctrl_c_says_where_and_how_to_go_on(tmp_path):
+    code = "import sys; sys.argv[0] = 'x'; import chest_xray as p; from common import Run, script\n"
+    code += "def stop(*_): raise KeyboardInterrupt\n"
+    code += "class Half: epoch, steps = 2, 5\nRun.latest = Half\nscript(stop)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith(
+        "stopped in epoch 2 after step 5: continue with --resume, after the last whole epoch"
+    )
+    assert done.returncode == 130
+
+
+@pytest.mark.parametrize("absent", ["pandas", "nibabel", "pytorch_grad_cam"])
+def test_a_package_that_is_not_installed_is_named(absent, tmp_path):
+    hidden = "import importlib.util as u, runpy, sys; find = u.find_spec"
+    hidden += f"; u.find_spec = lambda name: None if name == {absent!r} else find(name)"
+    for name, needs in (("chest_xray", "pandas pytorch_grad_cam"), ("volumes", "pandas nibabel")):
+        code = f"{hidden}; sys.argv = ['{name}.py', '--help']; runpy.run_path('{name}.py', run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+        if absent in needs.split():
+            assert done.stderr == f"error: {absent} is not installed: pip install -e '.[examples]'\n"
+            assert done.returncode == 2
+        else:
+            assert "--resume" in done.stdout, done.stderr
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_splits_are_stratified_and_by_patient():
+    split = load("common").split_by_patient
+    import pandas as pd
+
+    patients = pd.Series(np.repeat(np.arange(60), 2))
+    labels = pd.Series(np.where(patients < 3, "rare", np.where(patients < 20, "some", "many")))
+    for seed in range(5):
+        parts = pd.Series(split(patients, seed, strata=labels))
+        assert (parts.groupby(patients).nunique() == 1).all()
+        counts = pd.crosstab(labels, parts)
+        assert (counts > 0).all(axis=None)
+        assert counts.loc["many"].to_dict() == {"test": 16, "train": 56, "valid": 8}
+    assert set(split(patients, 0, valid=0.125, test=0)) == {"train", "valid"}
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
@@ -231,15 +426,24 @@ def test_segmentation_refuses_folders_and_masks(tmp_path, monkeypatch):
     mask.unlink()
     assert "has no mask 0001.png or 0001_L.png" in refused()
     Image.new("RGB", (96, 64), (1, 2, 3)).save(mask)
-    assert "has pixels of [1, 2, 3], which no line of classes.csv is" in refused()
+    assert "has pixels of [1, 2, 3], which no line of" in refused()
     mask.write_bytes(right)
     assert "has no class Fog" in refused("--ignore", "Fog")
+    assert "Fog.csv is missing" in refused("--classes", str(data / "Fog.csv"))
     classes.write_text(text.replace("name,r", "name,red"))
     assert "lacks the column r" in refused()
+    classes.write_text(text)
+    image = data / "val" / "0001.png"
+    pixels = image.read_bytes()
+    image.write_bytes(pixels[:20])
+    assert "val/0001.png or its mask" in refused()
+    Image.fromarray(np.zeros((64, 96), np.uint16)).save(image)
+    assert "(more than 8 bits a channel: convert it to 8)" in refused()
+    image.write_bytes(pixels)
     classes.write_text(text.replace("64,0,128", "64,x,128"))
     assert "line 5: r, g and b must be whole numbers" in refused()
     classes.unlink()
-    assert "has no classes.csv" in refused()
+    assert "classes.csv is missing, with the column name" in refused()
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
@@ -252,6 +456,19 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
     assert classes.read(tmp_path / "a.png").tolist() == [[0, 1, 0, 255, 255]]
     Image.fromarray(np.array([[(1, 0, 0), (2, 0, 0), (3, 0, 0), (0, 0, 0)]], np.uint8)).save(tmp_path / "b.png")
     assert classes.read(tmp_path / "b.png").tolist() == [[0, 1, 0, 255]]
+    Image.fromarray(np.array([[0, 1, 2, 3, 255]], np.uint16)).save(tmp_path / "a.png")
+    assert classes.read(tmp_path / "a.png").tolist() == [[0, 1, 0, 255, 255]]
+    Image.fromarray(np.array([[0, 256]], np.uint16)).save(tmp_path / "a.png")
+    with pytest.raises(SystemExit, match=r"has pixels of 256, which no line of"):
+        classes.read(tmp_path / "a.png")
+    (tmp_path / "names.csv").write_text("name\nCar\nTruck\n")  # numbered masks need no colors
+    named = masks.Classes(tmp_path, [], tmp_path / "names.csv")
+    Image.fromarray(np.array([[0, 1, 255]], np.uint8)).save(tmp_path / "a.png")
+    assert named.read(tmp_path / "a.png").tolist() == [[0, 1, 255]]
+    camvid = masks.Classes(tmp_path, ["Void"], masks.CAMVID)
+    assert (len(camvid.names), camvid.names[3], camvid.names[-1]) == (11, "Road", "Bicyclist")
+    Image.fromarray(np.array([[(128, 0, 192), (64, 128, 192), (0, 0, 0)]], np.uint8)).save(tmp_path / "b.png")
+    assert camvid.read(tmp_path / "b.png").tolist() == [[3, 8, 255]]  # lane markings are road, a pickup is a car
     weights = masks.median_frequency_weights(np.array([[10, 30, 0], [20, 0, 0]]))
     np.testing.assert_allclose(weights, [0.675 / 0.5 * 1, 0.625 / 0.75, 0], atol=0.3)
 
@@ -263,7 +480,8 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
         ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
         ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
         ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
-        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz has the shape 4 × 4, but must have three dimensions"),
+        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz cannot be read (its shape is 4 × 4, but must have three"),
+        ("volume,label", ["bad.nii.gz,1"], "bad.nii.gz cannot be read (File "),
         ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
     ],
 )
@@ -271,6 +489,7 @@ def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch)
     nibabel = pytest.importorskip("nibabel")
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
+    (tmp_path / "bad.nii.gz").write_bytes(b"no volume")
     assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
 
 
