@@ -213,23 +213,12 @@ def touched_bytes(tensor: Tensor) -> int:
 
 ACCUMULATORS = {"grad_accum"}
 """Results that a kernel reads too, unless it is launched with OVERWRITE."""
-UPDATED = {("finish_backward", "sums"), ("round_weights", "weights")}
+UPDATED = {("finish_backward", "sums")}
 ONLY_WITH = {
     ("conv1x1_forward", "stats"): "HAS_STATISTICS",
-    ("conv1x1_forward", "statistics"): "COMBINES",
     ("conv1x1_backward", "output"): "HAS_SUMS",
     ("conv1x1_backward", "out_sums"): "HAS_SUMS",
     ("conv3x3_forward", "stats"): "HAS_STATISTICS",
-    ("conv3x3_forward", "statistics"): "COMBINES",
-    **{
-        (kernel, name): "FINISHES"
-        for kernel in ("conv1x1_forward", "conv3x3_grad_input")
-        for name in ("grad_norm_bias", "grad_norm_weight", "grad_weight", "sums", "partial_grad_weight")
-    },
-    **{
-        ("conv1x1_forward", name): "FINISHES"
-        for name in ("partial_sums", "finished_norm_weight", "finished_mean", "finished_inv_std")
-    },
     ("finish_backward", "grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "partial_grad_weight"): "HAS_GRAD_WEIGHT",
     ("finish_backward", "sums"): "HAS_SUMS",

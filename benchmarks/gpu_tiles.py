@@ -58,13 +58,12 @@ def conv3x3_tiles(sizes: str, third: str = "BLOCK_OUT", **constants: bool) -> li
 
 
 def conv1x1_tiles(sizes: str, chosen: tiles.Tile) -> list[tiles.Tile]:
-    """Tiles from lines of "rows channels warps stages registers", where 0 registers are no limit; a 1 after them is
-    `prefetch`."""
+    """Tiles from lines of "rows channels warps stages registers", where 0 registers are no limit."""
     candidates = []
     for each in sizes.strip().splitlines():
-        rows, channels, warps, stages, registers, *prefetch = map(int, each.split())
+        rows, channels, warps, stages, registers = map(int, each.split())
         candidate = chosen._replace(rows=rows, channels=channels, num_warps=warps, num_stages=stages)
-        candidates.append(candidate._replace(max_registers=registers or None, prefetch=prefetch == [1]))
+        candidates.append(candidate._replace(max_registers=registers or None))
     return candidates
 
 
@@ -88,14 +87,6 @@ FORWARD_3X3 = """
 128 32 16 4 2
 128 32 16 4 3
 128 32 16 8 3
-"""
-JOINED_3X3 = """
-64 16 16 4 1
-64 32 16 4 1
-64 64 16 4 1
-128 16 16 4 1
-128 16 16 8 1
-128 32 16 8 1
 """
 GRAD_INPUT = """
 16 32 16 1 1
@@ -157,10 +148,6 @@ BACKWARD_1X1 = """
 16 64 4 2 0
 16 64 8 3 128
 16 64 8 4 128
-16 64 8 3 128 1
-16 64 8 3 0 1
-32 64 8 2 0 1
-32 64 8 3 0 1
 16 64 4 3 0
 16 64 4 4 0
 16 128 8 3 0
@@ -205,9 +192,7 @@ def _convolutions3x3(
     shape, block_outs = case.shape, [16, 32] if out_channels > 16 else [16]
     products, limits = conv1x1.product_precision(weight), tiles.device_limits(case.values.device)
     chosen = conv3x3.forward_tile(out_channels, products, len(case.values), limits)
-    joined = [chosen | {"JOINED": True, "maxnreg": 128}, *conv3x3_tiles(JOINED_3X3, ROUNDED=False, JOINED=True)]
-    others = conv3x3_tiles(FORWARD_3X3, ROUNDED=False, JOINED=False) + joined
-    candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": block_outs[-1]} for each in others)]
+    candidates = [chosen, *(each | {"BLOCK_OUT": block_outs[-1]} for each in conv3x3_tiles(FORWARD_3X3))]
 
     def forward(tile: Tile) -> Any:
         with mock.patch.object(conv3x3, "forward_tile", return_value=tile):
@@ -223,12 +208,11 @@ def _convolutions3x3(
 
     yield Convolution(f"conv3x3_forward {name}, {tuple(shape)}", candidates, forward)
     chosen = conv3x3.grad_input_tile(out_channels, dtype, limits.shared_memory)
-    others = conv3x3_tiles(GRAD_INPUT, ROUNDED=False)
-    candidates = [chosen, chosen | {"ROUNDED": True}, *(each | {"BLOCK_OUT": o} for each in others for o in block_outs)]
+    candidates = [chosen, *(each | {"BLOCK_OUT": o} for each in conv3x3_tiles(GRAD_INPUT) for o in block_outs)]
     yield Convolution(f"conv3x3_grad_input {name}, {tuple(shape)}", candidates, grad_input)
     chosen = conv3x3.grad_weight_tile(out_channels, products)
-    others = conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS", STEPPED=True)
-    candidates = [chosen, chosen | {"STEPPED": not chosen["STEPPED"]}, *others]
+    others = conv3x3_tiles(GRAD_WEIGHT, "BLOCK_COLUMNS", INCREMENTAL=True)
+    candidates = [chosen, chosen | {"INCREMENTAL": not chosen["INCREMENTAL"]}, *others]
     yield Convolution(f"conv3x3_grad_weight {name}, {tuple(shape)}", candidates, grad_weight)
 
 
@@ -252,7 +236,7 @@ def _convolutions1x1(
             return conv1x1.backward(grad_output, case.input, case.weight1x1, accumulator)
 
     chosen = tiles.forward_tile(width, precision, limits)
-    candidates = [chosen, chosen._replace(rounded=True), *conv1x1_tiles(FORWARD_1X1, chosen)]
+    candidates = [chosen, *conv1x1_tiles(FORWARD_1X1, chosen)]
     yield Convolution(f"conv1x1_forward {name}, {shape}", candidates, forward, channels % 4)
     chosen = tiles.backward_tile(width, precision, limits)
     yield Convolution(

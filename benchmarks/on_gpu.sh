@@ -16,7 +16,6 @@
 #     profile   what takes the time of a step
 #     ncu       what the warps of twelve convolutions' launches wait for (Nsight Compute)
 #     tiles     the time of each convolution with each of several tiles
-#     candidates  gradients with all variants of the kernels in efficient_densenet/kernels/candidates.py; times with each
 #     train     DenseNet-BC-100-12 on the images in DATA (by default cifar10_jpeg) in EPOCHS epochs (90: about 8 minutes)
 #
 # CSV and text files, and what each part has printed, go to benchmarks/results. With OUT=<folder> that folder gets two
@@ -32,7 +31,7 @@ if [[ ${1:-} == --dry-run ]]; then
 fi
 limit=${LIMIT:-$(($# ? 570 : 480))}
 [[ $# -gt 0 ]] || set -- contact tests tf32 bf16 compiled fp16
-known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles candidates train "
+known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles train "
 for name in "$@"; do
     if [[ $known != *" $name "* ]]; then
         echo "error: unknown part or option $name: there are --dry-run and$known" >&2
@@ -141,16 +140,6 @@ under_amp() { # under_amp <bf16 or fp16>: each model in both memory formats
     done
 }
 
-candidates() { # candidates "[name in candidates.py=value]..." <options of run.py>...: for each model
-    local model variables=($1)
-    shift
-    for model in "${small[*]}" "${big[*]}"; do
-        part "candidates ${variables[*]}, run.py $model $*" 80 env EFFICIENT_DENSENET_TRITON=trust \
-            "${variables[@]/#/EFFICIENT_DENSENET_}" "$python" benchmarks/run.py --patience 150 \
-            --folder "$results/candidates_${variables[*]}" $model --methods shared,graph_shared --rounds 5 "$@"
-    done
-}
-
 run_part() {
     case $1 in
     contact)
@@ -193,16 +182,6 @@ run_part() {
     tiles)
         part "tiles in bf16" 240 "$python" benchmarks/gpu_tiles.py --precision bf16
         part "tiles in TF32" 240 "$python" benchmarks/gpu_tiles.py --precision tf32 --only conv3x3
-        ;;
-    candidates)
-        local finish="GRAD_INPUT_FINISHES=1 NEXT_BOTTLENECK_FINISHES=1" each
-        candidates "COMBINED_BYTES=262144 ROUNDED_WEIGHTS=1 $finish" --precision bf16,tf32 --what check --methods shared
-        for each in COMBINED_BYTES={0,65536,262144} $finish "COMBINED_BYTES=65536 $finish"; do
-            candidates "$each" --precision bf16
-        done
-        for each in ROUNDED_WEIGHTS={0,1}; do
-            candidates "$each" --precision tf32
-        done
         ;;
     train)
         part train 560 "$python" demos/cp_demo.py --data "${DATA:-cifar10_jpeg}" --save "$results/train" \

@@ -29,7 +29,6 @@ from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import operator
 from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
-from efficient_densenet.kernels import candidates
 from efficient_densenet.memory import tensor_peak
 
 
@@ -59,13 +58,6 @@ def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernels, "numba_supports", lambda values: False)
     elif not kernels.numba_supports(torch.empty(1)):
         pytest.skip("needs Numba and a PyTorch with GNU OpenMP")
-
-
-def turn_candidates_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
-    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
-    monkeypatch.setattr(candidates, "NEXT_BOTTLENECK_FINISHES", True)
-    monkeypatch.setattr(candidates, "ROUNDED_WEIGHTS", True)
 
 
 @contextlib.contextmanager
@@ -233,38 +225,21 @@ def compare_histories_of_flags(seed: int, dims: int, dtype: torch.dtype, familie
 
 @pytest.mark.usefixtures("mended_interpreter")
 @pytest.mark.parametrize(
-    ("family", "dtype", "variant", "blocks", "side", "with_candidates"),
+    ("family", "dtype", "variant", "blocks", "side"),
     [
-        ("bc", "float32", "plain", (1, 1), 4, True),
-        pytest.param("bc", "float32", "plain", (2, 1), 8, False, marks=pytest.mark.exhaustive),
-        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, True, marks=pytest.mark.exhaustive),
-        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, False, marks=pytest.mark.exhaustive),
-        pytest.param("imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, True, marks=pytest.mark.exhaustive),
+        ("bc", "float32", "plain", (1, 1), 4),
+        pytest.param("bc", "float32", "plain", (2, 1), 8, marks=pytest.mark.exhaustive),
+        pytest.param("bc", "bfloat16", "frozen norms", (2, 1, 2), 8, marks=pytest.mark.exhaustive),
+        pytest.param("basic", "float32", "dropout", (2, 1, 2), 8, marks=pytest.mark.exhaustive),
+        pytest.param("imagenet", "float32", "kept bottlenecks", (1, 2, 1, 1), 32, marks=pytest.mark.exhaustive),
     ],
 )
-def test_triton_kernels(family, dtype, variant, blocks, side, with_candidates, monkeypatch):
+def test_triton_kernels(family, dtype, variant, blocks, side, monkeypatch):
     """The kernels are interpreted on a machine without a GPU, with a slab as there."""
     use("Triton", monkeypatch)
     monkeypatch.setattr(program, "WITHOUT_CACHE", ())
-    if with_candidates:
-        turn_candidates_on(monkeypatch)
     x = torch.randn(2, 3, side, side, dtype=DTYPES[dtype])
     assert_replayed(model_of(family, dtype, variant, block_config=blocks), x)
-
-
-@pytest.mark.usefixtures("mended_interpreter")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_candidates_among_the_triton_kernels_change_no_number(dtype, monkeypatch):
-    """In TF32 without transitions, whose weights are rounded too: a CPU multiplies them exactly."""
-    use("Triton", monkeypatch)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    blocks = (3,) if dtype == "float32" else (2, 1)
-    model, x = model_of("bc", dtype, "plain", block_config=blocks), torch.randn(2, 3, 8, 8, dtype=DTYPES[dtype])
-    other = copy.deepcopy(model)
-    with recording("off"):
-        expected = results(model, x)
-        turn_candidates_on(monkeypatch)
-        assert_equal(results(other, x), expected)
 
 
 @pytest.mark.parametrize("kernel_set", ["Numba", "portable"])

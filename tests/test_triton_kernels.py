@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from grids import grid, sampled
+from grids import sampled
 from helpers import kernel_modules
 from kernel_operations import (
     CONV3X3,
@@ -22,7 +22,7 @@ from kernel_operations import (
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import kernels
-from efficient_densenet.kernels import candidates, portable, row_tiles
+from efficient_densenet.kernels import portable, row_tiles
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, SETTINGS, Case
 
@@ -66,21 +66,15 @@ def _exact_float32(monkeypatch):
 def test_every_operation(
     operation, size, dtype, setting, activation, dilation, padding, loops, conv3x3_by, monkeypatch
 ):
-    """`loops`: program instances with several tiles of rows, tiles of one image, and candidates that are off by
-    default."""
+    """`loops`: program instances with several tiles of rows, tiles of one image."""
     if loops:
         monkeypatch.setattr(triton_kernels, "MAX_PROGRAM_INSTANCES", 2)
         monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 2)
         monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 1)
-        for candidate in "COMBINED_BYTES", "GRAD_INPUT_FINISHES", "NEXT_BOTTLENECK_FINISHES":
-            monkeypatch.setattr(candidates, candidate, 1 << 20)
     if conv3x3_by == "cudnn":
         monkeypatch.setattr(conv3x3, "MAX_OUT_CHANNELS", 0)
     options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
-    case = Case(*size, dtype, **options)
-    if case.overwrite:
-        case.sums = torch.zeros_like(case.sums)
-    check(operation, case)
+    check(operation, Case(*size, dtype, **options))
 
 
 @pytest.mark.parametrize("operation", ["conv1x1_forward_with_statistics", "conv1x1_backward"])
@@ -90,121 +84,11 @@ def test_wide_bottlenecks(operation):
     check_is_portable(triton_kernels, operation, Case((1, 3, 7), 17, 260))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_grad_accum_is_loaded_a_tile_ahead(dtype, monkeypatch):
-    """A program instance has many tiles of rows, the last of them not full."""
-    tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, prefetch=True)
-    monkeypatch.setattr(tiles, "backward_tile", lambda *_: tile)
-    check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype))
-    check("conv1x1_backward", Case((5, 9, 7), 40, 16, dtype, overwrite=True))
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up the statistics of a tile in another order")
-@pytest.mark.parametrize(
-    *grid(
-        operation=["conv1x1_forward_with_statistics", "conv3x3_forward_with_statistics"],
-        shape__width__dilation=[((1, 1, 1), 20, 1), ((5, 9, 29), 140, 1), ((2, 9, 20), 48, 2)],
-        dtype=[torch.float32, torch.bfloat16],
-    )
-)
-def test_the_last_program_instance_combines_statistics(operation, shape, width, dilation, dtype, monkeypatch):
-    """As one that is launched for it does, if the statistics of the tiles are no larger than the limit."""
-    width = min(width, conv3x3.MAX_OUT_CHANNELS) if "3x3" in operation else width
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    block_out = tiles._power_of_two(width) if "1x1" in operation else min(32, tiles._power_of_two(width))
-    for name in "_COMBINING_TILE", "_TALL_COMBINING_TILE":
-        monkeypatch.setattr(common, name, {"BLOCK_TILES": 2048 // block_out, "BLOCK_CHANNELS": 16})
-    launched, case, original = [], Case(shape, 9, width, dtype, dilation=dilation), launch.launch
-
-    def recorded(prepared, *tensors):
-        launched.append(tensors)
-        original(prepared, *tensors)
-
-    monkeypatch.setattr(launch, "launch", recorded)
-    expected = OPERATIONS[operation](triton_kernels, case)
-    (_, stats, *_), _ = launched
-    for limit in (stats.nbytes, stats.nbytes - 1):
-        launched.clear()
-        monkeypatch.setattr(candidates, "COMBINED_BYTES", limit)
-        results = OPERATIONS[operation](triton_kernels, case)
-        assert all(map(torch.equal, results, expected))
-        assert len(launched) == 1 + (limit < stats.nbytes)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU's threads add up partial sums in another order")
-@pytest.mark.parametrize(
-    *grid(
-        operation__candidate__finishes=[
-            ("conv3x3_backward", "GRAD_INPUT_FINISHES", "overwrite"),
-            ("conv1x1_next_bottleneck", "NEXT_BOTTLENECK_FINISHES", "centered"),
-        ],
-        size__dtype=[(((3, 9, 29), 40, 12), torch.float32), (((2, 5, 13), 9, 48), torch.bfloat16)],
-        setting=SETTINGS,
-    )
-)
-def test_another_launch_finishes_a_backward(operation, candidate, finishes, size, dtype, setting, monkeypatch):
-    """As a launch of its own does. That is still needed without a weight's gradient, and unless sums are zero before
-    (3×3) or the norm has no mean (1×1)."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(conv3x3, "num_splits", lambda *_, **__: 5)
-    names, case, original = [], Case(*size, dtype, **SETTINGS[setting]), launch.launch
-    if setting == "overwrite":
-        case.sums = torch.zeros_like(case.sums)
-
-    def recorded(prepared, *tensors):
-        names.append(prepared.kernel.fn.__name__)
-        original(prepared, *tensors)
-
-    monkeypatch.setattr(launch, "launch", recorded)
-    expected = OPERATIONS[operation](triton_kernels, case)
-    names.clear()
-    monkeypatch.setattr(candidates, candidate, True)
-    assert all(map(torch.equal, OPERATIONS[operation](triton_kernels, case), expected))
-    assert ("finish_backward" in names) == (setting != finishes)
-
-
-@pytest.mark.parametrize("operation", ["conv1x1_forward", "conv3x3_forward", "conv3x3_backward"])
-def test_weights_that_were_rounded_to_tf32_before(operation, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    case, results = Case((2, 5, 7), 20, 12), []
-    case.weight1x1, case.weight3x3 = (rounded_to_tf32(each).float() for each in (case.weight1x1, case.weight3x3))
-    for rounded in (False, True):
-        tile = tiles.Tile(16, 32, num_stages=1, max_registers=None, out_channels=16, rounded=rounded)
-        tile3x3 = {**conv3x3.grad_input_tile(12, torch.float32, 0), "ROUNDED": rounded}
-        monkeypatch.setattr(tiles, "forward_tile", functools.partial(lambda tile, *_: tile, tile))
-        for name, more in ("forward_tile", {"JOINED": False}), ("grad_input_tile", {}):
-            monkeypatch.setattr(conv3x3, name, functools.partial(lambda tile, *_: tile, tile3x3 | more))
-        results.append(OPERATIONS[operation](triton_kernels, case))
-    assert all(map(torch.equal, *results))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("width", "dilation"), [(12, 1), (48, 2)])
-def test_one_product_has_the_weights_of_three_taps(width, dilation, dtype, monkeypatch):
-    tile = {**conv3x3.forward_tile(width, tiles.Precision.IEEE, 0, tiles.WITHOUT_DEVICE), "JOINED": True}
-    monkeypatch.setattr(conv3x3, "forward_tile", lambda *_: tile)
-    check("conv3x3_forward_with_statistics", Case((3, 9, 11), 20, width, dtype, dilation=dilation))
-
-
-def test_a_stage_s_weights_are_rounded_to_tf32_in_copies(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    monkeypatch.setattr(candidates, "ROUNDED_WEIGHTS", True)
-    shapes = [(12, 8, 3, 3), (48, 5, 1, 1), (70, 8, 3, 3), (12, 8, 3, 3), (4, 6, 3), (5, 3, 1)]
-    weights = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    weights[0].flatten()[:2] = torch.tensor([math.inf, -3e38])
-    weights[3], before = weights[3].to(memory_format=torch.channels_last), [each.clone() for each in weights]
-    for weight, rounded in zip(weights, triton_kernels.arranged_weights(weights), strict=True):
-        assert torch.equal(rounded, torch.where(weight.isfinite(), rounded_to_tf32(weight).float(), weight))
-        assert rounded.movedim(1, -1).is_contiguous()
-    assert all(map(torch.equal, weights, before))
-    assert triton_kernels.arranged_weights([weights[1].bfloat16()])[0].dtype is torch.bfloat16
-
-
 @pytest.mark.parametrize(("shape", "dilation"), [((5, 9, 7), 1), ((19, 3, 2), 2), ((3, 1, 40), 1), ((2, 40, 1), 1)])
-def test_pixels_of_rows_are_the_same_by_steps_and_by_divisions(shape, dilation, monkeypatch):
+def test_incremental_indices_are_those_by_divisions(shape, dilation, monkeypatch):
     case, results = Case(shape, 20, 12, dilation=dilation), []
-    for stepped in (False, True):
-        tile = {**conv3x3.grad_weight_tile(12, tiles.Precision.IEEE), "BLOCK_ROWS": 16, "STEPPED": stepped}
+    for incremental in (False, True):
+        tile = {**conv3x3.grad_weight_tile(12, tiles.Precision.IEEE), "BLOCK_ROWS": 16, "INCREMENTAL": incremental}
         monkeypatch.setattr(conv3x3, "grad_weight_tile", functools.partial(lambda tile, *_: tile, tile))
         results.append(conv3x3._grad_weight(case.grad_output, case.conv3x3))
     assert torch.equal(*results)

@@ -13,7 +13,6 @@ from helpers import kernel_modules
 pytest.importorskip("triton", minversion="3.3", reason="needs Triton, whose older versions take other descriptions")
 from triton_resources import LIMITS, Resources, compilation_of, compile_all
 
-from efficient_densenet.kernels import candidates
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import OPERATIONS, STEM_OPERATIONS, Case, StemCase
 
@@ -98,22 +97,6 @@ def test_the_most_common_kernels(check):
         *("image_statistics", "norm_activation_max_pool_forward", "norm_activation_max_pool_backward_reduce"),
         "norm_activation_max_pool_backward",
     }
-
-
-@pytest.mark.parametrize(("precision", "arch"), [("bfloat16", 90), ("tf32", 80), ("float16", 70)])
-def test_the_last_program_instance_sees_what_all_others_have_stored(precision, arch, check, monkeypatch):
-    """All threads have stored before one of them releases, by an increment; and load after that one has acquired."""
-    monkeypatch.setattr(candidates, "COMBINED_BYTES", 1 << 20)
-    monkeypatch.setattr(candidates, "GRAD_INPUT_FINISHES", True)
-    monkeypatch.setattr(candidates, "NEXT_BOTTLENECK_FINISHES", True)
-    cases = [make(model, precision) for model in ("BC-100-12", "densenet121") for make in (_conv1x1, _conv3x3)]
-    found = check(arch, precision, *cases, spills=16 if arch == 70 else 0)
-    for kernel in "conv1x1_forward", "conv3x3_forward", "conv3x3_grad_input":
-        order = found[kernel].order
-        before, after = (part.split() for part in " ".join(order).split("atom.global.gpu.acq_rel.add.u32"))
-        assert "bar.sync" in before[-before[::-1].index("st.global") :]
-        assert after[0] == "bar.sync"
-        assert "ld.global" in after
 
 
 @pytest.mark.exhaustive

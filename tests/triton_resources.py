@@ -61,11 +61,10 @@ def compilation_of(launch: Launch, tensors: Sequence[Any], arch: int, misaligned
 
 class Resources(NamedTuple):
     """Resources that a compiled kernel takes: bytes of shared memory of a block, and of local memory that a thread's
-    spills take. `order` has its accesses to global memory, barriers and atomic operations, in the order of its PTX."""
+    spills take."""
 
     shared_memory: int
     spills: int
-    order: list[str]
 
 
 def compile_all(compilations: Sequence[Compilation], timeout: float = 600) -> list[Resources]:
@@ -96,8 +95,7 @@ def _compile(job: Compilation) -> Resources:
     aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in job.aligned}
     source = ASTSource(kernel, signature, constants, aligned)
     compiled = triton_compile(source, target=GPUTarget("cuda", job.arch, 32), options=job.options)
-    order = re.findall(r"bar\.sync|ld\.global|st\.global|atom\.[a-z0-9_.]+", compiled.asm["ptx"])
-    return Resources(compiled.metadata.shared, _spills(compiled.asm["cubin"]), order)
+    return Resources(compiled.metadata.shared, _spills(compiled.asm["cubin"]))
 
 
 def _spills(cubin: bytes) -> int:

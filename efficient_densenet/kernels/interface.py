@@ -119,7 +119,7 @@ class Gradients(NamedTuple):
 
 class StatisticsOutput(NamedTuple):
     """Where a kernel writes its output's statistics, (3, channels): mean, biased variance and, from `eps`,
-    1 / sqrt(var + eps). With `candidates.COMBINED_BYTES`, it must be zero before."""
+    1 / sqrt(var + eps)."""
 
     matrix: Tensor
     eps: float

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype
-from ...kernels import candidates
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import (
     INV_STD,
@@ -56,8 +55,10 @@ class ForwardStatistics(_Statistics):
     features."""
 
     def __init__(self, spec: StageSpec, kernels: Kernels, features: Tensor, stored: Tensor | None = None) -> None:
-        super().__init__(spec, features, _statistics_matrix(features, spec.num_columns) if stored is None else stored)
         self.kernels, self.is_stored = kernels, stored is not None
+        if stored is None:
+            stored = features.new_empty(3, spec.num_columns, dtype=accumulation_dtype(features.dtype))
+        super().__init__(spec, features, stored)
         self.count: Count = features.shape[0]
 
     def output(self, columns: slice, eps: float) -> StatisticsOutput:
@@ -108,12 +109,6 @@ class ForwardStatistics(_Statistics):
         """Replace a kernel's statistics by the statistics over all processes of the sync group, if there is one."""
         if self.sync_group is not None:
             self.count = synchronize_statistics(statistics, self.features.shape[0], self.sync_group)
-
-
-def _statistics_matrix(features: Tensor, columns: int) -> Tensor:
-    """A matrix for kernels to write, zero where program instances are counted in it."""
-    allocate = features.new_zeros if candidates.COMBINED_BYTES else features.new_empty
-    return allocate(3, columns, dtype=accumulation_dtype(features.dtype))
 
 
 class BackwardStatistics(_Statistics):

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import foreach_copy_
-from ...kernels import candidates
 from ...kernels.interface import Kernels
 from .spec import NormConv
 
@@ -30,9 +29,7 @@ def converted_weights(parameters: Sequence[Tensor | None], dtype: torch.dtype, k
     if weights:
         foreach_copy_(narrowed, weights)
     with_taps = {
-        place: weight
-        for place in weight_places
-        if (weight := tensors[place]) is not None and (weight.shape[-1] == 3 or candidates.ROUNDED_WEIGHTS)
+        place: weight for place in weight_places if (weight := tensors[place]) is not None and weight.shape[-1] == 3
     }
     arranged = kernels.arranged_weights(list(with_taps.values()))
     for place, weight in zip(with_taps, arranged, strict=True):

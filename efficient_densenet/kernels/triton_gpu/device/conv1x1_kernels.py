@@ -19,81 +19,45 @@ from .device_functions import (
     offsets,
     store_pair,
 )
-from .finishing_kernels import finish_backward
 from .formulas import activate, grad_before_activation
-from .operands import as_operand, weight_operand
-from .statistics_kernels import combine_by_last_instance, store_tile_statistics
+from .operands import as_operand
+from .statistics_kernels import store_tile_statistics
 
 OUT_VECTORS = ["out_mean", "out_inv_std", "out_sums"]
-FINISHED_VECTORS = ["finished_norm_weight", "finished_mean", "finished_inv_std"]
 
 
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=[*VECTORS, *FINISHED_VECTORS])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=VECTORS)
 def conv1x1_forward(
     output,
     stats,
-    statistics,
     values,
     norm_weight,
     norm_bias,
     mean,
     inv_std,
     weight,
-    grad_norm_bias,
-    grad_norm_weight,
-    grad_weight,
-    sums,
-    partial_sums,
-    partial_grad_weight,
-    finished_norm_weight,
-    finished_mean,
-    finished_inv_std,
     num_rows,
     channels,
     values_stride,
-    eps,
-    stats_stride,
-    splits,
-    weight_splits,
-    finished_channels,
-    num_weights,
-    sums_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
-    COMBINES: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    FINISHES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
 ):
     """output[num_rows, out_channels] = f(norm(values)) @ weight[out_channels, channels].T
 
     A GEMM whose prologue is the norm and the activation f, and whose epilogue is the statistics of the tile as it is
-    stored: stats[row tiles, 2, OUT_CHANNELS] and, with COMBINES, statistics[3, OUT_CHANNELS], of all rows. A tile
-    has all output channels; the loop is over input channels (K).
+    stored, stats[row tiles, 2, OUT_CHANNELS]. A tile has all output channels; the loop is over input channels (K).
     Grid: (row tiles,).
-
-    With FINISHES, more program instances, the first ones, do what `finish_backward` does for a norm without mean.
     """
     tile = tl.program_id(0)
-    if FINISHES:
-        tile -= tl.num_programs(0) - tl.cdiv(num_rows, BLOCK_ROWS)
-        if tile < 0:
-            finish_backward(
-                grad_norm_bias, grad_norm_weight, grad_weight, sums, partial_sums, partial_grad_weight,
-                finished_norm_weight, finished_mean, finished_inv_std, splits, weight_splits, finished_channels,
-                num_weights, sums_stride, False, True, True, 1, BLOCK_SPLITS, BLOCK_COLUMNS,
-            )  # fmt: skip
-            return
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     out_channel = tl.arange(0, BLOCK_OUT)
@@ -106,30 +70,19 @@ def conv1x1_forward(
         w = tl.load(weight + offsets(out_channel, channels, channel), out_mask[:, None] & channel_mask[None, :], 0.0)
         scale, shift = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
         activation = as_operand(activate(x * scale + shift, ACTIVATION, A, B), w, PRECISION)
-        total = tl.dot(activation, tl.trans(weight_operand(w, ROUNDED, PRECISION)), total, input_precision=PRECISION)
+        total = tl.dot(activation, tl.trans(as_operand(w, w, PRECISION)), total, input_precision=PRECISION)
     result = total.to(output.dtype.element_ty)
     tl.store(output + offsets(row, OUT_CHANNELS, out_channel), result, row_mask & out_mask[None, :])
     if HAS_STATISTICS:
         count = tl.minimum(BLOCK_ROWS, num_rows - tile * BLOCK_ROWS)
         tile_stats = stats + tile.to(tl.int64) * 2 * OUT_CHANNELS
         store_tile_statistics(tile_stats, result.to(tl.float32), row_mask, count, out_channel, out_mask, OUT_CHANNELS)
-        if COMBINES:
-            combine_by_last_instance(
-                statistics, stats, eps, num_rows, OUT_CHANNELS, stats_stride, BLOCK_ROWS, BLOCK_OUT
-            )
 
 
 @triton.jit
 def tile_offsets(row, stride, channel):
     """(rows, channels) offsets within a tile, in int32: a tile is small, and int64 would take twice the registers."""
     return row[:, None] * stride + channel[None, :]
-
-
-@triton.jit
-def load_tile(matrix, start, num_rows, stride, tile_row, channel, channel_mask):
-    """The tile of a matrix that begins at row `start`, zero past its last row."""
-    mask = (tile_row < num_rows - start)[:, None] & channel_mask[None, :]
-    return tl.load(matrix + tl.cast(start, tl.int64) * stride + tile_offsets(tile_row, stride, channel), mask, 0.0)
 
 
 @triton.jit
@@ -179,7 +132,6 @@ def conv1x1_backward(
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_REST: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
     """The backward of `conv1x1_forward`, with y = f(z) and z = norm(values).
 
@@ -192,7 +144,6 @@ def conv1x1_backward(
     partial_grad_weight[splits, OUT_CHANNELS, channels] = grad_output.T @ y (split-K). Grid: (channel tiles, splits).
 
     The output channels come in two parts, BLOCK_OUT and BLOCK_REST, so that 192 channels need not be padded to 256.
-    With PREFETCH, grad_accum is loaded a tile ahead, and sums over the rows of tiles are taken once, after the loop.
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
@@ -223,19 +174,11 @@ def conv1x1_backward(
         grad_weight_rest = tl.zeros((BLOCK_REST, BLOCK_CHANNELS), tl.float32)
 
     begin, step = tl.program_id(1) * BLOCK_ROWS, tl.num_programs(1) * BLOCK_ROWS
-    if PREFETCH:
-        grad_sum = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
-        ahead = load_tile(grad_accum, begin, num_rows, accum_stride, tile_row, channel, channel_mask)
-    else:
-        grad_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    product_sum = grad_sum
+    grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
     for start in range(begin, num_rows, step):
         first = tl.cast(start, tl.int64)
         row_mask = (tile_row < num_rows - start)[:, None]
         mask = row_mask & channel_mask[None, :]
-        if PREFETCH:
-            before = ahead.to(tl.float32)
-            ahead = load_tile(grad_accum, start + step, num_rows, accum_stride, tile_row, channel, channel_mask)
         out_tile, out_accum_tile = output + first * OUT_CHANNELS, output_grad_accum + first * OUT_CHANNELS
         x = tl.load(values + first * values_stride + tile_offsets(tile_row, values_stride, channel), mask, 0.0)
         z = x.to(tl.float32) * scale + shift
@@ -256,16 +199,9 @@ def conv1x1_backward(
             grad = tl.dot(grad_rest, w_rest, grad, input_precision=PRECISION)
         grad = grad_before_activation(grad, activation, z, ACTIVATION, A, B)
         accum_tile = grad_accum + first * accum_stride + tile_offsets(tile_row, accum_stride, channel)
-        if PREFETCH:
-            tl.store(accum_tile, before + grad * accum_scale, mask)
-            grad_sum += grad
-            product_sum += grad * x.to(tl.float32)
-        else:
-            accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
-            grad_sum += tl.sum(grad, 0)
-            product_sum += tl.sum(grad * x.to(tl.float32), 0)
-    if PREFETCH:
-        grad_sum, product_sum = tl.sum(grad_sum, 0), tl.sum(product_sum, 0)
+        accumulate(accum_tile, grad * accum_scale, mask, OVERWRITE)
+        grad_sum += tl.sum(grad, 0)
+        product_sum += tl.sum(grad * x.to(tl.float32), 0)
     split = tl.program_id(1).to(tl.int64)
     if NEEDS_GRAD_WEIGHT:
         partial_grad_weight += split * OUT_CHANNELS * channels

@@ -24,16 +24,14 @@ from .device_functions import (
     VECTORS,
     accumulate,
     divisible,
-    is_last_instance,
     load_affine,
     load_vector,
     offsets,
     store_pair,
 )
-from .finishing_kernels import finish_grad_weight, finish_norm
 from .formulas import activate, grad_before_activation
-from .operands import as_operand, weight_operand
-from .statistics_kernels import combine_by_last_instance, store_tile_statistics
+from .operands import as_operand
+from .statistics_kernels import store_tile_statistics
 
 SIZES_3X3 = [*SIZES, "dilation", "output_stride", "grad_output_stride"]
 
@@ -49,9 +47,9 @@ def load_activation(
 
 
 @triton.jit
-def add_tap(total, activation, weight, ROUNDED: tl.constexpr, PRECISION: tl.constexpr):
+def add_tap(total, activation, weight, PRECISION: tl.constexpr):
     """total + activation @ weight.T"""
-    w = weight_operand(weight, ROUNDED, PRECISION)
+    w = as_operand(weight, weight, PRECISION)
     return tl.dot(activation, tl.trans(w), total, input_precision=PRECISION)
 
 
@@ -67,7 +65,6 @@ def shifted_rows(matrix, position, mask, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl
 def conv3x3_forward(
     output,
     stats,
-    statistics,
     values,
     norm_weight,
     norm_bias,
@@ -81,29 +78,23 @@ def conv3x3_forward(
     dilation,
     values_stride,
     output_stride,
-    eps,
-    stats_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
     HAS_STATISTICS: tl.constexpr,
-    COMBINES: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    JOINED: tl.constexpr,
 ):
     """output[num_rows, out_channels] = conv3x3(f(batch_norm(values)), weight), padding = dilation.
 
-    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored; with COMBINES,
-    statistics[3, out_channels] of all rows. A tile of BLOCK_ROWS rows does not write the `dilation` rows at either end.
-    With JOINED, one product has the weights of all three dx. Grid: (row tiles, out tiles).
+    stats[row tiles, 2, out_channels]: mean and M2 of each tile as it is stored. A tile of BLOCK_ROWS rows does not
+    write the `dilation` rows at either end. Grid: (row tiles, out tiles).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     output_stride = divisible(output_stride, OUT_DIVISIBILITY)
@@ -116,11 +107,6 @@ def conv3x3_forward(
     out_mask = out_channel < OUT_CHANNELS
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
     left, right = total, total
-    if JOINED:  # columns 4 · out_channel + tap, of which each fourth is zero
-        column = tl.arange(0, 4 * BLOCK_OUT)
-        column_out, column_tap = tl.program_id(1) * BLOCK_OUT + column // 4, column % 4
-        column_mask = (column_out < OUT_CHANNELS) & (column_tap < 3)
-        joined = tl.zeros((BLOCK_ROWS, 4 * BLOCK_OUT), tl.float32)
     for step in range(3 * tl.cdiv(channels, BLOCK_CHANNELS)):  # one loop, so that few loads are live at a time
         channel = step // 3 * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
         channel_mask = channel < channels
@@ -129,22 +115,13 @@ def conv3x3_forward(
         mask = (in_matrix & (y + dy >= 0) & (y + dy < height))[:, None] & channel_mask[None, :]
         pixel = row + dy * width
         pixels, _z, _values = load_activation(values, pixel, values_stride, channel, mask, a, b, ACTIVATION, A, B)
-        if JOINED:
-            w_pointers = weight + offsets(column_out * 9 + tap + column_tap, channels, channel)
-            w = tl.load(w_pointers, column_mask[:, None] & channel_mask[None, :], 0.0)
-            joined = add_tap(joined, as_operand(pixels, w, PRECISION), w, ROUNDED, PRECISION)
-        else:
-            w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
-            w_mask = out_mask[:, None] & channel_mask[None, :]
-            w = tl.load(w_pointers, w_mask, 0.0)
-            pixels = as_operand(pixels, w, PRECISION)
-            left = add_tap(left, pixels, w, ROUNDED, PRECISION)
-            total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), ROUNDED, PRECISION)
-            right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), ROUNDED, PRECISION)
-    if JOINED:
-        left_and_right, total_and_zero = tl.split(tl.reshape(joined, (BLOCK_ROWS, BLOCK_OUT, 2, 2)))
-        left, right = tl.split(left_and_right)
-        total, _zero = tl.split(total_and_zero)
+        w_pointers = weight + offsets(out_channel * 9 + tap, channels, channel)
+        w_mask = out_mask[:, None] & channel_mask[None, :]
+        w = tl.load(w_pointers, w_mask, 0.0)
+        pixels = as_operand(pixels, w, PRECISION)
+        left = add_tap(left, pixels, w, PRECISION)
+        total = add_tap(total, pixels, tl.load(w_pointers + channels, w_mask, 0.0), PRECISION)
+        right = add_tap(right, pixels, tl.load(w_pointers + 2 * channels, w_mask, 0.0), PRECISION)
     total += shifted_rows(left, position - dilation, x >= dilation, BLOCK_ROWS, BLOCK_OUT)
     total += shifted_rows(right, position + dilation, x < width - dilation, BLOCK_ROWS, BLOCK_OUT)
     result = total.to(output.dtype.element_ty)
@@ -154,18 +131,11 @@ def conv3x3_forward(
         count = tl.minimum(tile_rows, num_rows - tile * tile_rows)
         tile_stats = stats + tile.to(tl.int64) * 2 * OUT_CHANNELS
         store_tile_statistics(tile_stats, result.to(tl.float32), is_own, count, out_channel, out_mask, OUT_CHANNELS)
-        if COMBINES:
-            combine_by_last_instance(statistics, stats, eps, num_rows, OUT_CHANNELS, stats_stride, tile_rows, BLOCK_OUT)
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
 def conv3x3_grad_input(
     partial_sums,
-    grad_norm_bias,
-    grad_norm_weight,
-    grad_weight,
-    sums,
-    partial_grad_weight,
     grad_accum,
     grad_output,
     values,
@@ -182,10 +152,6 @@ def conv3x3_grad_input(
     accum_stride,
     grad_output_stride,
     values_stride,
-    splits,
-    weight_splits,
-    num_weights,
-    sums_stride,
     OUT_CHANNELS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -193,16 +159,12 @@ def conv3x3_grad_input(
     B: tl.constexpr,
     FROZEN: tl.constexpr,
     OVERWRITE: tl.constexpr,
-    FINISHES: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
     DIVISIBILITY: tl.constexpr,
     OUT_DIVISIBILITY: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    ROUNDED: tl.constexpr,
 ):
     """The gradient of the values of `conv3x3_forward`, given grad_output[num_rows, out_channels].
 
@@ -210,21 +172,8 @@ def conv3x3_grad_input(
     grad_accum += grad_scale · g (`=` with OVERWRITE),
     partial_sums[splits, 2, channels] = Σ g and Σ g · values.
     grad_scale is the norm's weight or, with FROZEN, the scale of its affine map. Grid: (channel tiles, splits).
-
-    With FINISHES, it also does what `finish_backward` does, but sums[2, channels] are zero before: more program
-    instances, the first on the second axis, reduce partial_grad_weight, which an earlier launch has written; the last
-    instance of a channel tile reduces its partial sums.
     """
     split = tl.program_id(1)
-    if FINISHES:
-        split -= tl.num_programs(1) - splits
-        if split < 0:
-            tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            finish_grad_weight(
-                grad_weight, partial_grad_weight, weight_splits, channels, num_weights, tile,
-                9, BLOCK_SPLITS, BLOCK_COLUMNS,
-            )  # fmt: skip
-            return
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     accum_stride = divisible(accum_stride, DIVISIBILITY)
     grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
@@ -233,7 +182,7 @@ def conv3x3_grad_input(
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     c = a if FROZEN else load_vector(norm_weight, channel, channel_mask)
     grad_sum, product_sum = tl.zeros((BLOCK_CHANNELS,), tl.float32), tl.zeros((BLOCK_CHANNELS,), tl.float32)
-    for start in range(split * BLOCK_ROWS, num_rows, splits * BLOCK_ROWS):
+    for start in range(split * BLOCK_ROWS, num_rows, tl.num_programs(1) * BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
         y, x = row // width % height, row % width
         grad = tl.zeros((BLOCK_ROWS, BLOCK_CHANNELS), tl.float32)
@@ -246,7 +195,7 @@ def conv3x3_grad_input(
             inside = (row < num_rows) & (y >= dy) & (y < height + dy) & (x >= dx) & (x < width + dx)
             tile = grad_output + offsets(row - dy * width - dx, grad_output_stride, out_channel)
             tile = tl.load(tile, inside[:, None] & out_mask[None, :], 0.0)
-            tile, w = as_operand(tile, w, PRECISION), weight_operand(w, ROUNDED, PRECISION)
+            tile, w = as_operand(tile, w, PRECISION), as_operand(w, w, PRECISION)
             grad = tl.dot(tile, w, grad, input_precision=PRECISION)
         mask = (row < num_rows)[:, None] & channel_mask[None, :]
         activation, z, value = load_activation(values, row, values_stride, channel, mask, a, b, ACTIVATION, A, B)
@@ -255,12 +204,6 @@ def conv3x3_grad_input(
         grad_sum += tl.sum(grad, 0)
         product_sum += tl.sum(grad * value, 0)
     store_pair(partial_sums + split.to(tl.int64) * 2 * channels, grad_sum, product_sum, channel, channel_mask, channels)
-    if FINISHES:  # noqa: SIM102 (the compiler would count instances whether FINISHES is True or not)
-        if is_last_instance(sums + tl.program_id(0) * BLOCK_CHANNELS, splits):
-            finish_norm(
-                grad_norm_bias, grad_norm_weight, sums, partial_sums, norm_weight, mean, inv_std, splits, channels,
-                sums_stride, tl.program_id(0), HAS_MEAN, True, True, 4096 // BLOCK_CHANNELS, BLOCK_CHANNELS,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES_3X3, do_not_specialize_on_alignment=VECTORS)
@@ -290,15 +233,15 @@ def conv3x3_grad_weight(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
-    STEPPED: tl.constexpr,
+    INCREMENTAL: tl.constexpr,
 ):
     """partial_grad_weight[splits, out_channels, 9 taps, channels] = columns.T @ f(batch_norm(values)) (split-K).
 
     The columns are the im2col of grad_output, which is narrower than the activation: column tap · out_channels + o of
     row p is grad_output[p − tap, o], zero outside the image. A NaN at the image's edge is thus multiplied by zeros for
     the taps that point outside, so that the grad_weight of all taps becomes NaN.
-    With STEPPED, the y and x of rows come from those of the tile before: divisions take a quarter of the instructions.
-    Grid: (column tiles, channel tiles, splits).
+    With INCREMENTAL indices, the y and x of rows come from those of the tile before: divisions take a quarter of the
+    instructions. Grid: (column tiles, channel tiles, splits).
     """
     channels, values_stride = divisible(channels, DIVISIBILITY), divisible(values_stride, DIVISIBILITY)
     grad_output_stride = divisible(grad_output_stride, OUT_DIVISIBILITY)
@@ -310,14 +253,14 @@ def conv3x3_grad_weight(
     a, b = load_affine(norm_weight, norm_bias, mean, inv_std, channel, channel_mask, HAS_MEAN)
     total = tl.zeros((BLOCK_COLUMNS, BLOCK_CHANNELS), tl.float32)
     begin, step = tl.program_id(2) * BLOCK_ROWS, tl.num_programs(2) * BLOCK_ROWS
-    if STEPPED:
+    if INCREMENTAL:
         row = begin + tl.arange(0, BLOCK_ROWS)
         row_y, row_x = row // width % height, row % width
         step_y, step_x = step // width % height, step % width
     for start in range(begin, num_rows, step):
         row = start + tl.arange(0, BLOCK_ROWS)
         mask = (row < num_rows)[:, None]
-        if not STEPPED:
+        if not INCREMENTAL:
             row_y, row_x = row // width % height, row % width
         activation, _z, _values = load_activation(
             values, row, values_stride, channel, mask & channel_mask[None, :], a, b, ACTIVATION, A, B
@@ -328,7 +271,7 @@ def conv3x3_grad_weight(
         tile = tl.load(grad_output + pixel.to(tl.int64) * grad_output_stride + out_channel[None, :], mask, 0.0)
         activation, tile = as_operand(activation, tile, PRECISION), as_operand(tile, tile, PRECISION)
         total = tl.dot(tl.trans(tile), activation, total, input_precision=PRECISION)
-        if STEPPED:
+        if INCREMENTAL:
             row_x += step_x
             row_y += step_y + (row_x >= width)
             row_x = tl.where(row_x >= width, row_x - width, row_x)

@@ -85,18 +85,6 @@ def accumulate(pointer, values, mask, OVERWRITE: tl.constexpr):
 
 
 @triton.jit
-def is_last_instance(counter, instances):
-    """Whether all other program instances have been here: the last one sees what they have stored.
-
-    The counter, of any type of four bytes, is zero before the first. The barrier and the increment, which releases and
-    acquires, order all stores of an instance before the loads of the last one.
-    """
-    tl.debug_barrier()
-    before = tl.atomic_add(counter.to(tl.pointer_type(tl.int32), bitcast=True), 1, sem="acq_rel", scope="gpu")
-    return before == instances - 1
-
-
-@triton.jit
 def store_pair(pair, first, second, channel, channel_mask, stride):
     """Store two vectors into pair[2, channels], whose row stride is `stride`."""
     tl.store(pair + channel, first, channel_mask)

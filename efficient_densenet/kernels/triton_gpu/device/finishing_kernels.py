@@ -54,73 +54,29 @@ def finish_backward(
     Grid: (channel tiles + tiles of grad_weight,).
     """
     channel_tiles = tl.cdiv(channels, BLOCK_COLUMNS)
-    if tl.program_id(0) < channel_tiles:
-        finish_norm(
-            grad_norm_bias, grad_norm_weight, sums, partial_sums, norm_weight, mean, inv_std, splits, channels,
-            sums_stride, tl.program_id(0), HAS_MEAN, HAS_SUMS, False, BLOCK_SPLITS, BLOCK_COLUMNS,
-        )  # fmt: skip
+    tile = tl.program_id(0)
+    if tile < channel_tiles:
+        channel = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        mask = channel < channels
+        stride = 2 * channels
+        grad_sum = sum_of_splits(partial_sums, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
+        product_sum = partial_sums + channels
+        product_sum = sum_of_splits(product_sum, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
+        if HAS_MEAN:
+            product_sum -= load_vector(mean, channel, mask) * grad_sum
+        product_sum *= load_vector(inv_std, channel, mask)
+        row_mask = mask[None, :]
+        tl.store(grad_norm_bias + channel[None, :], grad_sum, row_mask)
+        tl.store(grad_norm_weight + channel[None, :], product_sum, row_mask)
+        if HAS_SUMS:
+            weight, row = load_vector(norm_weight, channel, mask), sums + channel[None, :]
+            accumulate(row, weight * grad_sum, row_mask, False)
+            accumulate(row + sums_stride, weight * product_sum, row_mask, False)
     elif HAS_GRAD_WEIGHT:
-        finish_grad_weight(
-            grad_weight, partial_grad_weight, weight_splits, channels, num_weights, tl.program_id(0) - channel_tiles,
-            TAPS, BLOCK_SPLITS, BLOCK_COLUMNS,
-        )  # fmt: skip
-
-
-@triton.jit
-def finish_norm(
-    grad_norm_bias,
-    grad_norm_weight,
-    sums,
-    partial_sums,
-    norm_weight,
-    mean,
-    inv_std,
-    splits,
-    channels,
-    sums_stride,
-    tile,
-    HAS_MEAN: tl.constexpr,
-    HAS_SUMS: tl.constexpr,
-    OVERWRITE: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """The gradients of a tile of channels of a norm, as in `finish_backward`; with OVERWRITE sums are set, not added
-    to."""
-    channel = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    mask = channel < channels
-    stride = 2 * channels
-    grad_sum = sum_of_splits(partial_sums, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
-    product_sum = partial_sums + channels
-    product_sum = sum_of_splits(product_sum, splits, stride, channel, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
-    if HAS_MEAN:
-        product_sum -= load_vector(mean, channel, mask) * grad_sum
-    product_sum *= load_vector(inv_std, channel, mask)
-    row_mask = mask[None, :]
-    tl.store(grad_norm_bias + channel[None, :], grad_sum, row_mask)
-    tl.store(grad_norm_weight + channel[None, :], product_sum, row_mask)
-    if HAS_SUMS:
-        weight, row = load_vector(norm_weight, channel, mask), sums + channel[None, :]
-        accumulate(row, weight * grad_sum, row_mask, OVERWRITE)
-        accumulate(row + sums_stride, weight * product_sum, row_mask, OVERWRITE)
-
-
-@triton.jit
-def finish_grad_weight(
-    grad_weight,
-    partial_grad_weight,
-    weight_splits,
-    channels,
-    num_weights,
-    tile,
-    TAPS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):
-    """A tile of the gradient of a convolution's weight, as in `finish_backward`."""
-    column = tile * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    mask = column < num_weights
-    total = sum_of_splits(partial_grad_weight, weight_splits, num_weights, column, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
-    tap, channel = column // channels, column % channels
-    position = (tap // TAPS * channels + channel) * TAPS + tap % TAPS
-    tl.store(grad_weight + position[None, :], total, mask[None, :])
+        column = (tile - channel_tiles) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        mask = column < num_weights
+        partial = partial_grad_weight
+        total = sum_of_splits(partial, weight_splits, num_weights, column, mask, BLOCK_SPLITS, BLOCK_COLUMNS)
+        tap, channel = column // channels, column % channels
+        position = (tap // TAPS * channels + channel) * TAPS + tap % TAPS
+        tl.store(grad_weight + position[None, :], total, mask[None, :])

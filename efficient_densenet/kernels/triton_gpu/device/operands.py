@@ -18,14 +18,6 @@ def round_to_tf32(x):
     return tl.where(x == x, rounded, x)
 
 
-@triton.jit(do_not_specialize=["num_weights"])
-def round_weights(weights, num_weights, BLOCK: tl.constexpr):
-    """Round weights to TF32 in place. Grid: (tiles,)."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < num_weights
-    tl.store(weights + place, round_to_tf32(tl.load(weights + place, mask, 0.0)), mask)
-
-
 @triton.jit
 def as_operand(x, like, PRECISION: tl.constexpr):
     """`x` in the dtype of the tensor `like`, for `tl.dot(..., input_precision=PRECISION)`."""
@@ -33,11 +25,3 @@ def as_operand(x, like, PRECISION: tl.constexpr):
     if PRECISION == "tf32" and like.dtype == tl.float32:
         operand = round_to_tf32(operand)
     return operand
-
-
-@triton.jit
-def weight_operand(w, ROUNDED: tl.constexpr, PRECISION: tl.constexpr):
-    """A weight as an operand, as it is where it was ROUNDED before."""
-    if not ROUNDED:
-        w = as_operand(w, w, PRECISION)
-    return w

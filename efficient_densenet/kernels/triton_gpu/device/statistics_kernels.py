@@ -9,7 +9,7 @@ Layout and grids are as in `kernels`.
 import triton
 import triton.language as tl
 
-from .device_functions import SIZES, VECTORS, divisible, is_last_instance, load_vector, offsets, store_pair
+from .device_functions import SIZES, VECTORS, divisible, load_vector, offsets, store_pair
 
 
 @triton.jit
@@ -70,42 +70,7 @@ def combine_statistics(
     mean = Σ n_t · mean_t / n,  var = (Σ M2_t + Σ n_t · (mean_t − mean)²) / n.
     As in a tile, the rounding error of the mean is computed and removed from both. Grid: (channel tiles,).
     """
-    first = tl.program_id(0) * BLOCK_CHANNELS
-    combine(result, stats, eps, num_rows, channels, stats_stride, block_rows, first, BLOCK_TILES, BLOCK_CHANNELS)
-
-
-@triton.jit
-def combine_by_last_instance(
-    result, stats, eps, num_rows, channels, stats_stride, block_rows, BLOCK_CHANNELS: tl.constexpr
-):
-    """What `combine_statistics` does, by the last program instance that has stored the statistics of its tile.
-
-    Instances are counted in the place of the first channel's 1 / sqrt(var + eps): zero before, it is overwritten at
-    last.
-    """
-    if is_last_instance(result + 2 * stats_stride, tl.num_programs(0) * tl.num_programs(1)):
-        for first in range(0, channels, BLOCK_CHANNELS):
-            combine(
-                result, stats, eps, num_rows, channels, stats_stride, block_rows, first,
-                2048 // BLOCK_CHANNELS, BLOCK_CHANNELS,
-            )  # fmt: skip
-
-
-@triton.jit
-def combine(
-    result,
-    stats,
-    eps,
-    num_rows,
-    channels,
-    stats_stride,
-    block_rows,
-    first,
-    BLOCK_TILES: tl.constexpr,
-    BLOCK_CHANNELS: tl.constexpr,
-):
-    """The part of `combine_statistics` that is for BLOCK_CHANNELS channels, from the channel `first` on."""
-    channel = first + tl.arange(0, BLOCK_CHANNELS)
+    channel = tl.program_id(0) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     channel_mask = channel < channels
     tiles = tl.cdiv(num_rows, block_rows)
     total = tl.zeros((BLOCK_TILES, BLOCK_CHANNELS), tl.float32)

@@ -1,17 +1,15 @@
 """Code that the launches of the Triton kernels share: the layout of arguments, and the launches that finish kernels."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ... import candidates
 from ...activations import ActivationSpec
 from ...convolution import precision
 from ...interface import AffineInput, BatchNormAffine, Gradients, StatisticsOutput
-from ..device import finishing_kernels, operands, statistics_kernels
+from ..device import finishing_kernels, statistics_kernels
 from . import launch, tiles
 
 MAX_PROGRAM_INSTANCES = 2048
@@ -21,7 +19,7 @@ _COMBINING_TILE = {"BLOCK_TILES": 128, "BLOCK_CHANNELS": 16}
 _TALL_COMBINING_TILE = {"BLOCK_TILES": 1024, "BLOCK_CHANNELS": 4, "num_warps": 8}
 """The tile where many are combined: 12 channels take three program instances, each with an eighth of the loop."""
 
-FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
+_FINISHING_TILE = {"BLOCK_SPLITS": 64, "BLOCK_COLUMNS": 32}
 
 
 def cdiv(a: int, b: int) -> int:
@@ -46,21 +44,6 @@ def product_precision(weight: Tensor) -> tiles.Precision:
     if weight.dtype.itemsize < 4:
         return tiles.Precision.HALF
     return tiles.Precision.TF32 if precision() == "tf32" else tiles.Precision.IEEE
-
-
-def are_rounded(products: tiles.Precision) -> bool:
-    """Whether a stage's weights have been rounded for these products."""
-    return candidates.ROUNDED_WEIGHTS and products is tiles.Precision.TF32
-
-
-def rounded_to_tf32(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of the weights in channels_last memory, rounded as operands are in the kernels, in two launches."""
-    channels_last = [each.movedim(1, -1) for each in weights]
-    copy = torch.cat([each.reshape(-1) for each in channels_last])
-    block = 1024
-    run(operands.round_weights, (cdiv(len(copy), block),), (len(copy),), {"BLOCK": block}, copy)
-    copies = copy.split([each.numel() for each in channels_last])
-    return [each.view(like.shape).movedim(-1, 1) for each, like in zip(copies, channels_last, strict=True)]
 
 
 def norm_vectors(norm: BatchNormAffine) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], bool]:
@@ -93,23 +76,15 @@ def run(
     launch.launch(launch.Launch(kernel, grid, numbers, constants.copy()), *tensors)
 
 
-def finish_backward(*arguments: Any, taps: int = 1) -> Gradients:
-    """The gradients of the parameters; see `finishing` for the arguments."""
-    grads, prepared, tensors = finishing(*arguments, taps=taps)
-    launch.launch(prepared, *tensors)
-    return grads
-
-
-def finishing(
+def finish_backward(
     norm: BatchNormAffine,
     sums: Tensor | None,
     partial_sums: Tensor,
     conv_weight: Tensor | None = None,
     partial_conv_weight: Tensor | None = None,
     taps: int = 1,
-) -> tuple[Gradients, launch.Launch, Sequence[Tensor]]:
-    """The norm's gradients, which are also added to an accumulator's `sums`, and the launch that computes them from
-    partial sums (splits, 2, channels), with its tensors.
+) -> Gradients:
+    """The norm's gradients from partial sums (splits, 2, channels); they are also added to an accumulator's `sums`.
 
     The partial sums of a weight's gradient, (splits, out_channels, taps, channels), are added up into `conv_weight`,
     (out_channels, channels, taps), if it is given.
@@ -127,22 +102,11 @@ def finishing(
     weight_splits = 0 if partial_conv_weight is None else partial_conv_weight.shape[0]
     sizes = splits, weight_splits, channels, num_weights, 0 if sums is None else sums.stride(0)
     constants = {"HAS_MEAN": has_mean, "HAS_SUMS": sums is not None, "HAS_GRAD_WEIGHT": conv_weight is not None}
-    columns = FINISHING_TILE["BLOCK_COLUMNS"]
+    columns = _FINISHING_TILE["BLOCK_COLUMNS"]
     grid = (cdiv(channels, columns) + cdiv(num_weights, columns),)
-    constants |= {"TAPS": taps, **FINISHING_TILE}
-    return grads, launch.Launch(finishing_kernels.finish_backward, grid, sizes, constants), (*outputs, *inputs)
-
-
-def statistics_arguments(
-    stats: Tensor, statistics: StatisticsOutput | None
-) -> tuple[Tensor, tuple[float, int], dict[str, bool]]:
-    """The matrix, the numbers and the constants with which a convolution computes the statistics of its output.
-
-    Its last program instance combines those of the tiles if it can read them in less time than a launch takes.
-    """
-    combines = statistics is not None and 0 < stats.nbytes <= candidates.COMBINED_BYTES
-    matrix, eps = (statistics.matrix, statistics.eps) if statistics is not None and combines else (stats, 0.0)
-    return matrix, (eps, matrix.stride(0)), {"HAS_STATISTICS": statistics is not None, "COMBINES": combines}
+    constants |= {"TAPS": taps, **_FINISHING_TILE}
+    run(finishing_kernels.finish_backward, grid, sizes, constants, *outputs, *inputs)
+    return grads
 
 
 def combine_statistics(stats: Tensor, block_rows: int, num_rows: int, statistics: StatisticsOutput) -> None:

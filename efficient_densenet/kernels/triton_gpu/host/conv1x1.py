@@ -3,21 +3,17 @@
 import torch
 from torch import Tensor
 
-from ... import candidates
 from ...interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients, StatisticsOutput
 from ..device import conv1x1_kernels
-from . import launch, tiles
+from . import tiles
 from .common import (
-    FINISHING_TILE,
-    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
-    finishing,
+    finish_backward,
     input_arguments,
     product_precision,
     run,
-    statistics_arguments,
 )
 
 MAX_OUT_CHANNELS = 256
@@ -28,29 +24,20 @@ def is_for_triton(weight: Tensor) -> bool:
     return weight.shape[0] <= MAX_OUT_CHANNELS
 
 
-def forward(
-    conv: Conv1x1, statistics: StatisticsOutput | None = None, other: launch.Launch | None = None, *tensors: Tensor
-) -> None:
-    """Writes the output and, where they are requested, its statistics; and does what the `other` launch, of
-    `finish_backward` with these tensors, would do."""
+def forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
+    """Writes the output and, where they are requested, its statistics."""
     (values, vectors, constants), weight = input_arguments(conv.input), conv.weight.contiguous()
     (num_rows, channels), out_channels = values.shape, weight.shape[0]
     limits, products = tiles.device_limits(values.device), product_precision(weight)
     tile = tiles.forward_tile(out_channels, products, limits)
     row_tiles = cdiv(num_rows, tile.rows)
     stats = values.new_empty(row_tiles if statistics is not None else 0, 2, out_channels, dtype=torch.float32)
-    matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
     sizes = num_rows, channels, values.stride(0)
-    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision, **with_statistics}
-    constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:]), **tile.constants()}
-    constants |= {"ROUNDED": tile.rounded or are_rounded(products), "FINISHES": other is not None, **FINISHING_TILE}
-    finishing_tensors, finishing_sizes, instances = [stats] * 9, (0,) * 5, row_tiles
-    if other is not None:
-        finishing_tensors, finishing_sizes, instances = tensors, other.numbers, row_tiles + other.grid[0]
-    tensors = conv.output, stats, matrix, values, *vectors, weight, *finishing_tensors
-    numbers = *sizes, *numbers, *finishing_sizes
-    run(conv1x1_kernels.conv1x1_forward, (instances,), numbers, constants, *tensors)
-    if statistics is not None and not with_statistics["COMBINES"]:
+    constants |= {"OUT_CHANNELS": out_channels, "PRECISION": products.input_precision}
+    constants |= {"HAS_STATISTICS": statistics is not None, "DIVISIBILITY": divisibility(weight.dtype, *sizes[1:])}
+    tensors = conv.output, stats, values, *vectors, weight
+    run(conv1x1_kernels.conv1x1_forward, (row_tiles,), sizes, constants | tile.constants(), *tensors)
+    if statistics is not None:
         combine_statistics(stats, tile.rows, num_rows, statistics)
 
 
@@ -77,18 +64,12 @@ def backward(
     constants |= {"OUT_CHANNELS": out_channels, "FROZEN": input.norm.frozen, "NEEDS_GRAD_WEIGHT": needs_grad_weight}
     constants |= {"HAS_SUMS": has_sums, "HAS_OUT_MEAN": has_out_mean, "PRECISION": products.input_precision}
     constants |= {"DIVISIBILITY": divisibility(weight.dtype, *sizes[1:4]), "OVERWRITE": accumulator.overwrite}
-    constants |= {**tile.constants(), "BLOCK_REST": tile.rest, "PREFETCH": tile.prefetch and not accumulator.overwrite}
+    constants |= {**tile.constants(), "BLOCK_REST": tile.rest}
     tensors = partial_grad_weight, partial_sums, grad_accum, *norm_backward, values, *vectors, weight
     numbers, grid = (1 / grad_output.count, *sizes), (channel_tiles, splits)
     run(conv1x1_kernels.conv1x1_backward, grid, numbers, constants, *tensors)
     grad_weight = torch.empty_like(weight, dtype=torch.float32) if needs_grad_weight else None
-    partial = partial_sums, grad_weight, partial_grad_weight
-    grads, finishing_launch, tensors = finishing(input.norm, accumulator.sums, *partial)
-    is_usual = input.norm.mean is None and accumulator.sums is not None and needs_grad_weight
-    if next_bottleneck is not None and candidates.NEXT_BOTTLENECK_FINISHES and is_usual:
-        forward(next_bottleneck, None, finishing_launch, *tensors)
-        return grads
-    launch.launch(finishing_launch, *tensors)
+    grads = finish_backward(input.norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight)
     if next_bottleneck is not None:
         forward(next_bottleneck)
     return grads

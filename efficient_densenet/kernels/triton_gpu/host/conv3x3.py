@@ -13,12 +13,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ... import candidates
 from ...interface import GradAccumulator, Gradients, ImageConv, StatisticsOutput
 from ..device import conv3x3_kernels
 from .common import (
-    FINISHING_TILE,
-    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
@@ -27,7 +24,6 @@ from .common import (
     num_splits,
     product_precision,
     run,
-    statistics_arguments,
     with_contiguous_rows,
 )
 from .tiles import KIB, DeviceLimits, Precision, device_limits
@@ -74,18 +70,15 @@ def forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tens
     row_tiles = cdiv(num_rows, tile_rows)
     output = weight.new_empty(num_rows, out_channels)
     stats = weight.new_empty(row_tiles if statistics is not None else 0, 2, out_channels, dtype=torch.float32)
-    matrix, numbers, with_statistics = statistics_arguments(stats, statistics)
-    sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels, *numbers
-    constants |= {"OUT_CHANNELS": out_channels, **with_statistics}
-    constants |= {"PRECISION": products.input_precision, **tile, "ROUNDED": tile["ROUNDED"] or are_rounded(products)}
+    sizes = num_rows, channels, *shape[1:], dilation, values.stride(0), out_channels
+    constants |= {"OUT_CHANNELS": out_channels, "HAS_STATISTICS": statistics is not None}
+    constants |= {"PRECISION": products.input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(output.dtype, out_channels)
-    if with_statistics["COMBINES"] and out_channels <= 16:
-        constants["maxnreg"] = 128  # ptxas would take 141 on 9.0, and a multiprocessor hold three blocks, not four
     # CUDA takes at most 65,535 program instances on any axis but the first.
     grid = row_tiles, cdiv(out_channels, tile["BLOCK_OUT"])
-    run(conv3x3_kernels.conv3x3_forward, grid, sizes, constants, output, stats, matrix, values, *vectors, weight)
-    if statistics is not None and not with_statistics["COMBINES"]:
+    run(conv3x3_kernels.conv3x3_forward, grid, sizes, constants, output, stats, values, *vectors, weight)
+    if statistics is not None:
         combine_statistics(stats, tile_rows, num_rows, statistics)
     return output
 
@@ -93,14 +86,7 @@ def forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> Tens
 def backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Gradients:
     """Accumulates the gradient of the input; returns the gradients of the parameters."""
     norm, weight = conv.input.norm, conv.weight
-    grad_output = with_contiguous_rows(grad_output.to(weight.dtype))
-    has_own_sums = accumulator.overwrite and accumulator.sums is not None
-    if candidates.GRAD_INPUT_FINISHES and has_own_sums and accumulator.needs_grad_weight:
-        partial_grad_weight = _grad_weight(grad_output, conv)
-        shapes = weight.shape[1:2], weight.shape[1:2], weight.shape
-        grads = Gradients(*[weight.new_empty(each, dtype=torch.float32) for each in shapes])
-        _grad_input(grad_output, conv, accumulator, grads, partial_grad_weight)
-        return grads
+    grad_output = with_contiguous_rows(grad_output)
     partial_sums = _grad_input(grad_output, conv, accumulator)
     if not accumulator.needs_grad_weight:
         return finish_backward(norm, accumulator.sums, partial_sums)
@@ -110,17 +96,8 @@ def backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator)
     return finish_backward(norm, accumulator.sums, partial_sums, grad_weight, partial_grad_weight, taps=9)
 
 
-def _grad_input(
-    grad_output: Tensor,
-    conv: ImageConv,
-    accumulator: GradAccumulator,
-    grads: Gradients | None = None,
-    partial_grad_weight: Tensor | None = None,
-) -> Tensor:
-    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels).
-
-    Also writes the gradients of the parameters to `grads`, if they are given.
-    """
+def _grad_input(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> Tensor:
+    """Accumulates the gradient g of the values; returns the partial sums, (splits, 2, channels)."""
     input, weight, shape, dilation = conv
     (values, vectors, constants), weight = input_arguments(input), _channels_last(weight)
     grad_accum = accumulator.grad_accum
@@ -130,20 +107,13 @@ def _grad_input(
     splits = num_splits(num_rows, tile["BLOCK_ROWS"], channel_tiles, 8 * limits.multiprocessors)
     partial_sums = values.new_empty(splits, 2, channels, dtype=torch.float32)
     strides = grad_accum.stride(0), grad_output.stride(0), values.stride(0)
-    sizes = num_rows, channels, *shape[1:], dilation, *strides, splits
-    finishing, programs = [partial_sums] * 5, splits
-    if grads is not None:
-        finishing = [grads.norm_bias, grads.norm_weight, grads.conv_weight, accumulator.sums, partial_grad_weight]
-        programs += cdiv(cdiv(weight.numel(), FINISHING_TILE["BLOCK_COLUMNS"]), channel_tiles)
-    sizes += len(finishing[4]), weight.numel(), finishing[3].stride(0)
-    constants |= {"FINISHES": grads is not None, **FINISHING_TILE}
+    sizes = num_rows, channels, *shape[1:], dilation, *strides
     constants |= {"OUT_CHANNELS": weight.shape[0], "FROZEN": input.norm.frozen, "OVERWRITE": accumulator.overwrite}
-    products = product_precision(weight)
-    constants |= {"PRECISION": products.input_precision, **tile, "ROUNDED": tile["ROUNDED"] or are_rounded(products)}
+    constants |= {"PRECISION": product_precision(weight).input_precision, **tile}
     constants["DIVISIBILITY"] = divisibility(values.dtype, channels, grad_accum.stride(0), values.stride(0))
     constants["OUT_DIVISIBILITY"] = divisibility(grad_output.dtype, grad_output.stride(0))
-    tensors = partial_sums, *finishing, grad_accum, grad_output, values, *vectors, weight
-    run(conv3x3_kernels.conv3x3_grad_input, (channel_tiles, programs), sizes, constants, *tensors)
+    tensors = partial_sums, grad_accum, grad_output, values, *vectors, weight
+    run(conv3x3_kernels.conv3x3_grad_input, (channel_tiles, splits), sizes, constants, *tensors)
     return partial_sums
 
 
@@ -184,13 +154,13 @@ def forward_tile(out_channels: int, products: Precision, num_rows: int, limits: 
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_CHANNELS": block_channels, "BLOCK_OUT": block_out}
     # By default, ptxas spills on 12.0 to fit a third block.
     options = {"maxnreg": 192} if products is Precision.HALF and block_out == 32 else {}
-    return {**blocks, "ROUNDED": False, "JOINED": False, "num_warps": 4, "num_stages": 1, **options}
+    return {**blocks, "num_warps": 4, "num_stages": 1, **options}
 
 
 def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int]:
     """The tile of `conv3x3_grad_input` for the bytes of shared memory of a multiprocessor: graphics cards have
     fewer."""
-    block_rows, options = 64, {"ROUNDED": False, "num_warps": 4, "num_stages": 1}
+    block_rows, options = 64, {"num_warps": 4, "num_stages": 1}
     if dtype == torch.float32 and out_channels > 16:
         block_rows, block_channels, block_out = 128, 32, 32
         options["num_warps"] = 8
@@ -205,11 +175,12 @@ def grad_input_tile(out_channels: int, dtype: torch.dtype, shared_memory: int) -
 
 
 def grad_weight_tile(out_channels: int, products: Precision) -> dict[str, int]:
-    """The tile of `conv3x3_grad_weight`. With STEPPED, ptxas spills for few channels on 8.0 to 8.9."""
+    """The tile of `conv3x3_grad_weight`. With incremental indices, ptxas spills for few channels on
+    8.0 to 8.9."""
     block_channels = 32 if products is Precision.IEEE else 64
     blocks = {"BLOCK_ROWS": 32, "BLOCK_CHANNELS": block_channels, "BLOCK_COLUMNS": 128}
-    stepped = products is Precision.HALF and out_channels > 16
-    return {**blocks, "STEPPED": stepped, "num_warps": 8, "num_stages": 1}
+    incremental = products is Precision.HALF and out_channels > 16
+    return {**blocks, "INCREMENTAL": incremental, "num_warps": 8, "num_stages": 1}
 
 
 def channels_last(weights: Sequence[Tensor]) -> list[Tensor]:

@@ -30,15 +30,12 @@ from ..device import kernels, statistics_kernels
 from . import conv1x1, conv3x3
 from .common import (
     MAX_PROGRAM_INSTANCES,
-    are_rounded,
     cdiv,
     combine_statistics,
     divisibility,
     finish_backward,
     input_arguments,
     num_splits,
-    product_precision,
-    rounded_to_tf32,
     run,
     with_contiguous_rows,
 )
@@ -134,8 +131,7 @@ def conv1x1_backward(
 
 
 def arranged_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    arranged = conv3x3.channels_last(weights)
-    return rounded_to_tf32(arranged) if arranged and are_rounded(product_precision(arranged[0])) else arranged
+    return conv3x3.channels_last(weights)
 
 
 @checked

@@ -69,8 +69,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 class Tile(NamedTuple):
     """The tile of a program instance: rows × input channels, and all output channels, in two parts.
 
-    `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps. A
-    backward with `prefetch` loads grad_accum a tile ahead. A `rounded` forward takes weights that are TF32 already.
+    `max_registers` is the compiler's limit for a thread; with 128, a multiprocessor holds two blocks of 8 warps.
     """
 
     rows: int
@@ -80,8 +79,6 @@ class Tile(NamedTuple):
     out_channels: int = 0
     rest: int = 0
     num_warps: int = 8
-    prefetch: bool = False
-    rounded: bool = False
 
     def constants(self) -> dict[str, int]:
         """The tile as constants and options of a launch."""
