@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on one card. Without names, the parts from `contact` to `fp16` run in this order within
+# Everything that needs a GPU, on one card. Without names, the parts from `selftest` to `fp16` run in this order within
 # eight minutes; one that there is no time left for can be named in the next call.
 #
-#     bash benchmarks/on_gpu.sh                        contact tests tf32 bf16 compiled fp16
+#     bash benchmarks/on_gpu.sh                        selftest tests tf32 bf16 compiled fp16
 #     bash benchmarks/on_gpu.sh fp16 tiles             these parts alone
 #     bash benchmarks/on_gpu.sh --dry-run [part]...    what it would run; every command is imported and parsed
 #
-#     contact   every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm;
+#     selftest  every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm;
 #               where one is refused, nothing is measured afterwards
 #     tests     the kernels' tests, in a process for each core
 #     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
@@ -30,8 +30,8 @@ if [[ ${1:-} == --dry-run ]]; then
     shift
 fi
 limit=${LIMIT:-$(($# ? 570 : 480))}
-[[ $# -gt 0 ]] || set -- contact tests tf32 bf16 compiled fp16
-known=" contact tests tf32 bf16 compiled fp16 check profile ncu tiles train "
+[[ $# -gt 0 ]] || set -- selftest tests tf32 bf16 compiled fp16
+known=" selftest tests tf32 bf16 compiled fp16 check profile ncu tiles train "
 for name in "$@"; do
     if [[ $known != *" $name "* ]]; then
         echo "error: unknown part or option $name: there are --dry-run and$known" >&2
@@ -142,11 +142,11 @@ under_amp() { # under_amp <bf16 or fp16>: each model in both memory formats
 
 run_part() {
     case $1 in
-    contact)
+    selftest)
         for state in cold warm; do
-            part "first contact, $state" 100 "$python" -m efficient_densenet.doctor --compare
+            part "self-test, $state" 100 "$python" -m efficient_densenet.doctor --compare
         done
-        if grep -qsE "since (of )?the Triton kernels" "$logs"/*first_contact*.txt; then
+        if grep -qsE "since (of )?the Triton kernels" "$logs"/*self_test*.txt; then
             refused=yes
         fi
         ;;
@@ -197,7 +197,7 @@ refused=
 for name in "$@"; do
     if [[ -n $refused && $name != tests ]]; then
         failed+=("$name")
-        finish "$name" "left out, since the first contact refused kernels: PyTorch's operations would be measured"
+        finish "$name" "left out, since the self-test refused kernels: PyTorch's operations would be measured"
     else
         run_part "$name"
     fi

@@ -10,12 +10,11 @@ import platform
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 
 from . import DenseNet, __version__, _torch_private, create_model, kernels
-from .kernels import disk_cache, first_contact
+from .kernels import device_self_test, disk_cache
 from .models.zoo import VARIANTS
 
 KERNELS = (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ieee"), (torch.float16, "ieee")
@@ -23,13 +22,14 @@ KERNELS = (torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ie
 
 
 def report(compare: bool = False) -> Iterator[str]:
-    """The lines; with `compare`, the Triton kernels are compared with PyTorch's operations where that is not known."""
+    """The lines; with `compare`, the Triton kernels are tested where no result is known."""
     yield f"efficient_densenet {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"
     yield from (str(_torch_private.why_not(each)) for each in dict.fromkeys(_torch_private.MISSING.values()))
     yield from _processor()
     yield from _triton(compare)
     directory = disk_cache.directory()
-    yield f"compiled kernels and verdicts: {directory or 'nowhere, since there is no directory of the user alone'}"
+    place = directory or "nowhere, since there is no directory of the user alone"
+    yield f"compiled kernels, and results of the device self-test: {place}"
 
 
 def _processor() -> Iterator[str]:
@@ -52,8 +52,8 @@ def _triton(compare: bool) -> Iterator[str]:
         has_mps = torch.backends.mps.is_available()
         yield "GPU: MPS, on which PyTorch's operations run" if has_mps else "GPU: PyTorch finds none"
         return
-    mode = first_contact.mode()
-    yield f"{first_contact.VARIABLE}: {mode}, which is to {first_contact.MODES[mode]}"
+    mode = device_self_test.mode()
+    yield f"{device_self_test.VARIABLE}: {mode}, which is to {device_self_test.MODES[mode]}"
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         yield f"GPU {index}: {torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
@@ -64,24 +64,25 @@ def _triton(compare: bool) -> Iterator[str]:
             other = "the Triton kernels are written for NVIDIA's GPUs"
             yield f"  PyTorch's operations: {other if torch.version.hip else nvidia}"
             continue
-        find = partial(first_contact.verdict if compare else first_contact.stored_verdict, index, activation="relu")
-        at_once = max(1, (os.cpu_count() or 1) // 8)  # each comparison is in a process of its own, and compiles
+        find = device_self_test.result if compare else device_self_test.stored_result
+        at_once = max(1, (os.cpu_count() or 1) // 8)  # each test is in a process of its own, and compiles
         with ThreadPoolExecutor(at_once) as pool:
-            verdicts = pool.map(find, *zip(*kinds, strict=True)) if mode == "check" else kinds
-            for (dtype, precision), verdict in zip(kinds, verdicts, strict=True):
+            find = partial(find, index, activation="relu")
+            results = pool.map(find, *zip(*kinds, strict=True)) if mode == "check" else [None] * len(kinds)
+            for (dtype, precision), result in zip(kinds, results, strict=True):
                 name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
-                yield f"  {name}: {_kernels(mode, verdict)}"
+                yield f"  {name}: {_kernels(mode, result)}"
 
 
-def _kernels(mode: str, verdict: Any) -> str:
+def _kernels(mode: str, result: device_self_test.Result | None) -> str:
     if mode != "check":
         return "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
-    if verdict is None:
-        return "Triton, if they pass the comparison: the first step compares, as does --compare"
-    if verdict.passed:
-        return "Triton, compared"
-    cause = "of the Triton kernels" if verdict.certain else "the Triton kernels could not be compared:"
-    return f"PyTorch's operations, since {cause} {verdict.fault or verdict.slower}"
+    if result is None:
+        return "Triton, if they pass the self-test: the first step tests, as does --compare"
+    if result.passed:
+        return "; ".join(filter(None, ["Triton, tested", result.times()]))
+    cause = "of the Triton kernels" if result.certain else "the Triton kernels could not be tested:"
+    return f"PyTorch's operations, since {cause} {'; '.join(filter(None, [result.failure, result.times()]))}"
 
 
 def warm_up() -> str:
@@ -100,7 +101,7 @@ def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(prog="efficient-densenet doctor", description=__doc__)
-    parser.add_argument("--compare", action="store_true", help="compare the Triton kernels now")
+    parser.add_argument("--compare", action="store_true", help="test the Triton kernels now")
     parser.add_argument("--warmup", action="store_true", help="compile all kernels now, as does their first use")
     parser.add_argument("--model", help="compile the kernels of this model of the zoo, by a training step")
     parser.add_argument("--batch_size", type=int, default=16)

@@ -223,19 +223,19 @@ def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
     assert all((ROOT / path).exists() for path in re.findall(r"(?:tests/test|benchmarks/)\w+\.py", script))
     lists = re.findall(r"(?:^graphs=|--methods )(?:\$graphs)?([\w,]+)", script, re.MULTILINE)
     assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()
-    assert _on_gpu_sh("contact", "--dry").returncode == 2
+    assert _on_gpu_sh("selftest", "--dry").returncode == 2
     if DEVICE == "cpu":
         assert "error: no CUDA device that" in _on_gpu_sh().stderr
 
 
-def test_the_gpu_script_measures_nothing_if_the_first_contact_has_refused_kernels(tmp_path):
+def test_the_gpu_script_measures_nothing_if_the_self_test_has_refused_kernels(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "bfloat16: PyTorch\'s operations, since of the Triton kernels one differs"\n')
     python.chmod(0o755)
-    done = _on_gpu_sh("contact", "tf32", OUT=str(tmp_path / "out"), PYTHON=str(python))
+    done = _on_gpu_sh("selftest", "tf32", OUT=str(tmp_path / "out"), PYTHON=str(python))
     assert done.returncode == 1
     assert "run.py" not in done.stdout
-    assert "tf32: left out, since the first contact refused kernels" in (tmp_path / "out" / "summary.txt").read_text()
+    assert "tf32: left out, since the self-test refused kernels" in (tmp_path / "out" / "summary.txt").read_text()
 
 
 def test_every_committed_figure_is_drawn_from_its_committed_files():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._tensors import device_type
-from . import first_contact, portable
+from . import device_self_test, portable
 from .interface import Kernels
 from .numba_cpu.host import openmp
 
@@ -56,14 +56,14 @@ def triton_supports(values: Tensor) -> bool:
         return False
     if values.is_meta:  # nothing is launched
         return _imports_triton()
-    return has_triton(values.device, values.dtype) and first_contact.may_run(values.device, values.dtype)
+    return has_triton(values.device, values.dtype) and device_self_test.may_run(values.device, values.dtype)
 
 
 def _triton_applies(activation: str, values: Tensor) -> bool:
     """Whether the Triton kernels, which can run on `values`, may apply an activation."""
-    if activation == "relu" or not values.is_cuda:  # compared with the kernels; or not on a GPU, but traced or a test
+    if activation == "relu" or not values.is_cuda:  # tested with the kernels; or not on a GPU, but traced or a test
         return True
-    return first_contact.may_run(values.device, values.dtype, activation)
+    return device_self_test.may_run(values.device, values.dtype, activation)
 
 
 def numba_supports(values: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""The Triton kernels' first contact with a device: wrong kernels are found, and PyTorch's operations run instead.
+"""The device self-test: wrong kernels are found, and PyTorch's operations run instead; slow ones are timed.
 
-The comparison runs through Triton's interpreter here. Its process, and the device, are replaced.
+The kernels run through Triton's interpreter here. The process of a test, and the device, are replaced.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
 from efficient_densenet import DenseNet, create_model, doctor, kernels
-from efficient_densenet.kernels import check_on_device, first_contact, python_process
+from efficient_densenet.kernels import device_self_test, python_process
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import Case, StemCase
 
@@ -48,13 +48,13 @@ def _exact_float32(monkeypatch):
 
 @pytest.fixture
 def few_sizes(monkeypatch):
-    monkeypatch.setattr(check_on_device, "UNALIGNED", [((2, 4, 6), 5, 20)])
-    monkeypatch.setattr(check_on_device, "ALIGNED", [((2, 4, 4), 16, 16)])
-    monkeypatch.setattr(check_on_device, "ALIGNED_CONV3X3", [((2, 4, 4), 16, 16)])
+    monkeypatch.setattr(device_self_test, "UNALIGNED", [((2, 4, 6), 5, 20)])
+    monkeypatch.setattr(device_self_test, "ALIGNED", [((2, 4, 4), 16, 16)])
+    monkeypatch.setattr(device_self_test, "ALIGNED_CONV3X3", [((2, 4, 4), 16, 16)])
 
 
-def _find_fault(dtype: torch.dtype = torch.float32, activation: str = "relu") -> str | None:
-    return check_on_device.find_fault("cpu", dtype, "ieee", activation, num_threads=1)
+def _find_failure(dtype: torch.dtype = torch.float32, activation: str = "relu") -> str | None:
+    return device_self_test.find_failure("cpu", dtype, "ieee", activation, num_threads=1)
 
 
 @pytest.mark.usefixtures("few_sizes")
@@ -70,25 +70,26 @@ def test_every_kernel_is_compared_with_every_activation(activation, monkeypatch)
         return original(prepared, *tensors)
 
     monkeypatch.setattr(launch, "launch", recording)
-    assert _find_fault(activation=activation) is None
+    assert _find_failure(activation=activation) is None
     assert launched >= (set(KERNELS) if activation == "relu" else APPLYING)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_rounding_of_large_cases_is_no_fault(dtype, monkeypatch):
+def test_rounding_of_large_cases_is_no_failure(dtype, monkeypatch):
     """They are compared on GPUs alone. Where many rows are summed, half precision differs most from the exact sum."""
-    large = [each for each in check_on_device.large_checks(dtype) if each.operation == "conv1x1_backward"]
-    monkeypatch.setattr(check_on_device, "_checks_on", lambda *_: ([], large))
-    assert _find_fault(dtype) is None
+    large = [each for each in device_self_test.large_checks(dtype) if each[0] == "conv1x1_backward"]
+    monkeypatch.setattr(device_self_test, "_checks_on", lambda *_: ([], large))
+    assert _find_failure(dtype) is None
 
 
 def test_nan_is_no_rounding_where_pytorch_s_operations_have_it_too():
     def function(kernels, case) -> list[torch.Tensor]:
         return [case.values if case.dtype is torch.float64 else case.values * math.nan]
 
-    check = check_on_device.Check("center", function, lambda: Case((2, 3), 4, 5))
-    assert "differs" in check_on_device._compare(operations, "cpu", 1e-2, check)
+    check = "center", function, lambda: Case((2, 3), 4, 5)
+    assert "differs" in device_self_test._compare(operations, "cpu", 1e-2, check)
+    assert device_self_test._largest_difference([torch.tensor([math.nan, 1])], [torch.ones(2)]) == math.inf
 
 
 def _plant(monkeypatch, name: str, error: Exception | None = None) -> None:
@@ -110,7 +111,7 @@ def _plant(monkeypatch, name: str, error: Exception | None = None) -> None:
 @pytest.mark.parametrize("name", ["conv1x1_forward", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in KERNELS)])
 def test_one_wrong_element_of_any_kernel_is_found(name, monkeypatch):
     _plant(monkeypatch, name)
-    assert "differs from PyTorch's operations by" in _find_fault()
+    assert "differs from PyTorch's operations by" in _find_failure()
 
 
 @pytest.mark.usefixtures("few_sizes")
@@ -118,14 +119,14 @@ def test_a_kernel_that_cannot_be_launched_is_named_unless_memory_is_lacking(monk
     with monkeypatch.context() as patch:
         _plant(patch, "conv1x1_forward", RuntimeError("Triton Error [CUDA]: invalid argument"))
         assert (
-            _find_fault()
+            _find_failure()
             == "conv1x1_forward_with_statistics raises RuntimeError: Triton Error [CUDA]: invalid argument"
         )
     for error in (torch.OutOfMemoryError(), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), OSError()):
         with monkeypatch.context() as patch:
             _plant(patch, "conv1x1_forward", error)
-            with pytest.raises(check_on_device.CannotCompareError):
-                _find_fault()
+            with pytest.raises(device_self_test.CannotTestError):
+                _find_failure()
 
 
 @pytest.mark.parametrize("case", [Case((2, 3, 5), 6, 16), StemCase(5, torch.float32)])
@@ -138,159 +139,150 @@ def test_a_case_on_a_device_keeps_strides_and_offsets(case):
         assert (moved[name].stride(), moved[name].storage_offset()) == (tensor.stride(), tensor.storage_offset()), name
 
 
-def test_nan_is_a_difference():
-    assert check_on_device._largest_difference([torch.tensor([float("nan"), 1])], [torch.ones(2)]) == float("inf")
-
-
-def _verdict(fault: str | None = None, device: str = "a GPU", lacks: str | None = None, slower: str = "") -> str:
-    """What a process of a comparison prints, beside what others print there."""
-    verdict = check_on_device.VERDICT + json.dumps({"device": device, "fault": fault, "lacks": lacks, "slower": slower})
-    return f"site customized\n{check_on_device.STARTED}\n{verdict}\nbye\n"
+def _printed(failure: str = "", certain: bool = True, seconds: tuple[float, ...] = (1, 2, 3)) -> str:
+    """What a process of a test prints, beside what others print there."""
+    result = device_self_test.RESULT + json.dumps(device_self_test.Result(failure, certain, seconds))
+    return f"site customized\n{device_self_test.STARTED}\n{result}\nbye\n"
 
 
 @pytest.fixture
-def contact(monkeypatch, tmp_path):
-    """A GPU, and what the process of a comparison says: `returncode`, `stdout` and `stderr`; `starts` counts them."""
-    said = SimpleNamespace(returncode=0, stdout=_verdict(), stderr="", starts=0, error=None)
+def gpu(monkeypatch, tmp_path):
+    """A GPU, and what the process of a test says: `returncode`, `stdout` and `stderr`; `starts` counts them."""
+    said = SimpleNamespace(returncode=0, stdout=_printed(), stderr="", starts=0, error=None)
 
-    def run(*compared):
+    def run(*tested):
         said.starts += 1
         if said.error:
             raise said.error
         return subprocess.CompletedProcess([], said.returncode, said.stdout, said.stderr)
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_contact, "_run", run)
+    monkeypatch.setattr(device_self_test, "_run", run)
     monkeypatch.setattr(kernels, "_numba_compiles", lambda dtype: True)  # which the empty directory has nothing of
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    first_contact.verdict.cache_clear()
+    device_self_test.result.cache_clear()
     yield said
-    first_contact.verdict.cache_clear()
+    device_self_test.result.cache_clear()
 
 
-def _in_another_process(*compared) -> bool:
-    first_contact.verdict.cache_clear()
-    return first_contact.may_run(GPU, *(compared or (torch.float32,)))
+def _in_another_process(*tested) -> bool:
+    device_self_test.result.cache_clear()
+    return device_self_test.may_run(GPU, *(tested or (torch.float32,)))
 
 
-def test_what_was_compared_is_not_compared_again(contact, caplog):
-    """Each dtype and each activation is compared when it is first used."""
-    assert first_contact.may_run(GPU, torch.float32)
-    assert "comparing the Triton kernels for float32 with PyTorch's operations on a GPU once" in caplog.text
-    assert first_contact.may_run(torch.device("cuda"), torch.float32, "relu")
-    for i, compared in enumerate([(), (torch.bfloat16,), (torch.float32, "silu"), (torch.bfloat16, "silu")], 1):
-        for _ in range(2):
-            assert _in_another_process(*compared)
-            assert contact.starts == i
-    contact.stdout = _verdict("conv1x1_forward differs by 1")
+def test_what_was_tested_is_not_tested_again(gpu, monkeypatch, caplog):
+    """Each dtype and each activation is tested at its first use, and again on another device or in another version."""
+    assert device_self_test.may_run(GPU, torch.float32)
+    assert "testing the Triton kernels for float32 on a GPU once" in caplog.text
+    assert device_self_test.may_run(torch.device("cuda"), torch.float32, "relu")
+    for i, tested in enumerate([(), (torch.bfloat16,), (torch.float32, "silu"), (torch.bfloat16, "silu")], 1):
+        assert all(_in_another_process(*tested) for _ in range(2))
+        assert gpu.starts == i
+    for owner, name in (
+        *((torch.cuda, "get_device_name"), (torch.cuda, "get_device_capability")),
+        *((device_self_test, each) for each in ("_sources", "_triton_version", "_driver_version")),
+        (device_self_test.convolution, "precision"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda *_: "another")
+            starts = gpu.starts
+            assert _in_another_process()
+            assert gpu.starts == starts + 1, name
+    gpu.stdout = _printed("conv1x1_forward differs by 1")
     with pytest.warns(UserWarning, match="the Triton kernels for float32 and mish on a GPU"):
-        assert not first_contact.may_run(GPU, torch.float32, "mish")
-    assert first_contact.may_run(GPU, torch.float32)
+        assert not device_self_test.may_run(GPU, torch.float32, "mish")
+    assert _in_another_process()
 
 
-@pytest.mark.parametrize(("capability", "ours", "runs"), [((9, 0), 3, True), ((7, 5), 3, False), ((7, 5), 1, True)])
-def test_the_faster_kernels_run_where_no_such_card_was_measured(
-    capability, ours, runs, contact, monkeypatch, capsys, caplog
-):
-    monkeypatch.setattr(check_on_device, "LAYER_SHAPE", (1, 2, 2))
-    monkeypatch.setattr(check_on_device, "_seconds", lambda each, _: 2 if each is kernels.portable else ours)
-    for owner, name in ((check_on_device, "find_fault"), (torch, "set_num_threads")):
-        monkeypatch.setattr(owner, name, lambda *_: None)
-    monkeypatch.setattr(check_on_device.faulthandler, "dump_traceback_later", lambda *_, **__: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    check_on_device.main("cpu", "float16", "ieee", "relu", "1")
-    contact.stdout = capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("seconds", "runs", "ratio"), [((1, 2, 1), True, None), ((3, 2, 4), False, None), ((3, 2, 1), False, "2.0")]
+)
+def test_the_faster_kernels_run_and_a_warning_says_what_plain_takes(seconds, runs, ratio, gpu, monkeypatch, caplog):
+    gpu.stdout = _printed(seconds=seconds)
+    costs = f"takes about {ratio} times the time of efficient=False for float16 on a GPU: a layer takes"
     for _ in range(2):
-        assert _in_another_process(torch.float16) is runs
-    found = "a layer takes 3000.00 ms, but 2000.00 ms by PyTorch's operations"
-    assert ("PyTorch's operations run for float16 on a GPU: " + found in caplog.text) is not runs
-    assert contact.starts == 1
-    said = "Triton, compared" if runs else f"PyTorch's operations, since of the Triton kernels {found}"
+        with pytest.warns(UserWarning, match=costs) if ratio else contextlib.nullcontext():
+            assert _in_another_process(torch.float16) is runs
+    times = "a layer takes {:.2f} ms by Triton's kernels, {:.2f} ms by PyTorch's operations, {:.2f} ms by plain modules"
+    times = times.format(*(1000 * each for each in seconds))
+    assert (f"in the place of the Triton kernels for float16 on a GPU: {times}" in caplog.text) is not runs
+    assert gpu.starts == 1
+    said = f"Triton, tested; {times}" if runs else f"PyTorch's operations, since of the Triton kernels {times}"
     assert f"  float16: {said}" in _lines_of_doctor(monkeypatch)
 
 
-def test_a_layer_is_timed_forward_and_backward(monkeypatch):
-    """Triton's interpreter is the slower one."""
-    sizes = {"LAYER_SHAPE": (1, 3, 3), "CONV1X1": (5, 16), "CONV3X3": (16, 4), "ROUNDS": 1}
-    for name, value in sizes.items():
-        monkeypatch.setattr(check_on_device, name, value)
-    assert check_on_device.find_slowness("cpu", torch.float32).endswith(" ms by PyTorch's operations")
+@pytest.mark.parametrize("failure", [None, "one differs"])
+def test_a_process_compares_and_times_a_layer(failure, monkeypatch, capsys):
+    """By Triton's interpreter, which is the slowest; kernels that failed are not timed."""
+    patches = {"LAYER_SHAPE": (1, 3, 3), "LAYER_CHANNELS": (8, 16, 4), "ROUNDS": 1, "find_failure": lambda *_: failure}
+    for name, value in patches.items():
+        monkeypatch.setattr(device_self_test, name, value)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(device_self_test.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    arguments = "float32", "ieee", "relu", "1"
+    device_self_test.main("cpu", "a GPU", *arguments)
+    found = device_self_test._result_of(subprocess.CompletedProcess([], 0, capsys.readouterr().out, ""))
+    triton, portable, plain = found.seconds
+    assert (found.failure, found.certain, found.passed) == (failure or "", True, False)
+    assert min(portable, plain) > 0
+    assert triton > portable
+    assert (triton == math.inf) is bool(failure)
+    device_self_test.main("cpu", "another", *arguments)
+    assert "finds a GPU in the place of another: set CUDA_VISIBLE_DEVICES" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("activations", [[], ["relu"], ["relu", "mish"]])
 def test_kernels_are_chosen_by_their_activations(activations, monkeypatch):
     asked = []
-    monkeypatch.setattr(first_contact, "may_run", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(device_self_test, "may_run", lambda *arguments: asked.append(arguments))
     values = SimpleNamespace(is_cuda=True, device=GPU, dtype=torch.float32)
     allowed = all(kernels._triton_applies(each, values) for each in activations)
     assert asked == [(GPU, torch.float32, "mish")] * ("mish" in activations)
     assert allowed is ("mish" not in activations)
 
 
-@pytest.mark.parametrize(
-    "part", ["get_device_name", "get_device_capability", "_sources", "_triton_version", "_driver_version", "precision"]
-)
-def test_another_device_or_version_is_compared_anew(part, contact, monkeypatch):
-    assert first_contact.may_run(GPU, torch.float32)
-    if part == "precision":
-        monkeypatch.setattr(first_contact.convolution, "precision", lambda: "another")
-    else:
-        owner = first_contact if part.startswith("_") else torch.cuda
-        contact.stdout = _verdict(device="another" if part == "get_device_name" else "a GPU")
-        monkeypatch.setattr(owner, part, lambda *_: "another")
-    assert _in_another_process()
-    assert contact.starts == 2
-
-
-STARTED = check_on_device.STARTED
-FAULTS = {
-    "conv3x3_forward differs by 1": (0, _verdict("conv3x3_forward differs by 1"), None),
-    "the comparison ended with status -6: LLVM ERROR: no": (-6, STARTED, None),
+STARTED = device_self_test.STARTED
+FAILURES = {
+    "conv3x3_forward differs by 1": (0, _printed("conv3x3_forward differs by 1"), None),
+    "the test ended with status -6: LLVM ERROR: no": (-6, STARTED, None),
 }
 UNCERTAIN = {
-    "CUDA out of memory": (0, _verdict(lacks="CUDA out of memory"), None),
-    "finds another GPU in the place of a GPU": (0, _verdict(device="another GPU"), None),
+    "CUDA out of memory": (0, _printed("CUDA out of memory", certain=False), None),
     "ended with status 0": (0, "", None),  # as where the parent ignores SIGCHLD
     "ended with status -11": (-11, "", None),  # before it has started to compare
     "ended with status -9": (-9, STARTED, None),
-    "could not be run": (0, check_on_device.VERDICT + "{", None),
-    "timed out": (0, "", subprocess.TimeoutExpired("check", 1)),
+    "could not be run": (0, device_self_test.RESULT + "{", None),
+    "timed out": (0, "", subprocess.TimeoutExpired("test", 1)),
 }
 
 
-@pytest.mark.parametrize("found", FAULTS | UNCERTAIN)
-def test_a_fault_is_remembered_and_what_says_nothing_of_the_kernels_is_not(found, contact):
-    contact.returncode, contact.stdout, contact.error = (FAULTS | UNCERTAIN)[found]
-    contact.stderr = "LLVM ERROR: no\n"
-    cause = "of what a comparison has found" if found in FAULTS else "they could not be compared"
+@pytest.mark.parametrize("found", FAILURES | UNCERTAIN)
+def test_a_failure_is_remembered_and_what_says_nothing_of_the_kernels_is_not(found, gpu):
+    gpu.returncode, gpu.stdout, gpu.error = (FAILURES | UNCERTAIN)[found]
+    gpu.stderr = "LLVM ERROR: no\n"
+    cause = "of what a test has found" if found in FAILURES else "they could not be tested"
     with pytest.warns(UserWarning, match=f"^PyTorch's operations.* on a GPU, since {cause}: .*{found}"):
-        assert not first_contact.may_run(GPU, torch.float32)
-    assert not first_contact.may_run(GPU, torch.float32)  # without a second warning
-    contact.returncode, contact.stdout, contact.error = 0, _verdict(), None
-    if found in FAULTS:
-        with pytest.warns(UserWarning, match="Please report"):
-            assert not _in_another_process()
-    else:
-        assert _in_another_process()
-    assert contact.starts == (1 if found in FAULTS else 2)
+        assert not device_self_test.may_run(GPU, torch.float32)
+    assert not device_self_test.may_run(GPU, torch.float32)  # without a second warning
+    gpu.returncode, gpu.stdout, gpu.error = 0, _printed(), None
+    with pytest.warns(UserWarning, match="Please report") if found in FAILURES else contextlib.nullcontext():
+        assert _in_another_process() is (found in UNCERTAIN)
+    assert gpu.starts == (1 if found in FAILURES else 2)
 
 
-def test_the_user_decides(contact, monkeypatch):
-    for mode in "trust", "off":
-        monkeypatch.setenv(first_contact.VARIABLE, mode)
-        assert first_contact.may_run(GPU, torch.float32) == (mode == "trust")
-    assert contact.starts == 0
-    monkeypatch.setenv(first_contact.VARIABLE, "yes")
-    with pytest.raises(ValueError, match="EFFICIENT_DENSENET_TRITON is 'yes', but must be one of check, trust, off"):
-        first_contact.may_run(GPU, torch.float32)
-
-
-def test_traced_tensors_start_no_comparison(contact):
+def test_the_user_decides_and_traced_tensors_start_no_test(gpu, monkeypatch):
     with FakeTensorMode():
         assert not kernels.triton_supports(torch.empty(2, 2, device="cuda"))
-    assert contact.starts == 0
+    for mode in "trust", "off":
+        monkeypatch.setenv(device_self_test.VARIABLE, mode)
+        assert device_self_test.may_run(GPU, torch.float32) == (mode == "trust")
+    assert gpu.starts == 0
+    monkeypatch.setenv(device_self_test.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="EFFICIENT_DENSENET_TRITON is 'yes', but must be one of check, trust, off"):
+        device_self_test.may_run(GPU, torch.float32)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -299,30 +291,33 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
     (tmp_path / "dataclasses.py").write_text("raise SystemExit('imported from the working directory')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
-    verdict = first_contact._verdict_of(first_contact._run(0, torch.float32, "ieee", "relu"), "a GPU")
-    assert not verdict.certain
-    assert "NVIDIA" in verdict.fault or "CUDA" in verdict.fault, verdict
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    result = device_self_test._result_of(device_self_test._run(0, torch.float32, "ieee", "relu"))
+    assert not result.certain
+    assert "NVIDIA" in result.failure or "CUDA" in result.failure, result
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert "no Python interpreter to start" in first_contact._compare(0, torch.float32, "ieee", "relu").fault
+    with pytest.raises(OSError, match="no Python interpreter to start"):
+        device_self_test._run(0, torch.float32, "ieee", "relu")
 
 
 @pytest.mark.parametrize("seconds", [1, -9])
-def test_a_comparison_that_never_ends_is_ended(seconds, monkeypatch):
+def test_a_test_that_never_ends_is_ended(seconds, monkeypatch):
     """It ends itself or, where it cannot or has not started yet, is ended ten seconds later."""
     command = python_process.command
     monkeypatch.setattr(python_process, "command", lambda module, *words: command(Path(__file__).stem, *words))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    monkeypatch.setattr(first_contact, "SECONDS", seconds)
-    verdict = first_contact._compare(0, torch.float32, "ieee", "relu")
-    assert not verdict.certain
-    assert "timed out" in verdict.fault or (seconds > 0 and "ended with status 1" in verdict.fault)
+    monkeypatch.setattr(device_self_test, "SECONDS", seconds)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        assert device_self_test._run(0, torch.float32, "ieee", "relu").returncode == 1
+        assert seconds > 0
 
 
 def main(*arguments: str) -> None:
-    """A comparison that never ends."""
-    check_on_device.find_fault = lambda *_: time.sleep(600)
-    torch.zeros = torch.cuda.get_device_name = lambda *_, **__: None
-    check_on_device.main(*arguments)
+    """A test that never ends."""
+    device_self_test.find_failure = lambda *_: time.sleep(600)
+    torch.zeros = lambda *_, **__: None
+    torch.cuda.get_device_name = lambda device: "a GPU"
+    device_self_test.main(*arguments)
 
 
 @pytest.mark.exhaustive
@@ -342,9 +337,9 @@ def test_the_kernels_of_a_step_are_compared_with_the_constants_of_that_step(dtyp
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
     monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
     monkeypatch.setattr(launch, "launch", launching)
-    for check in (*check_on_device.checks(dtype), *check_on_device.large_checks(dtype)):
+    for _, function, make_case in (*device_self_test.checks(dtype), *device_self_test.large_checks(dtype)):
         with torch.no_grad(), contextlib.suppress(AssertionError):  # of a case that finds memory that nobody wrote
-            check.function(operations, check.make_case())
+            function(operations, make_case())
     compared = set(launched)
     for name, batch_size, size in (("densenet121", 4, 224), ("densenet161", 2, 224), ("densenet_bc_100_12", 16, 32)):
         model, images = create_model(name, efficient="shared"), torch.zeros(batch_size, 3, size, size)
@@ -363,19 +358,19 @@ def _lines_of_doctor(monkeypatch, **options) -> list[str]:
     return list(doctor.report(**options))
 
 
-def test_the_doctor_says_what_runs_on_each_gpu(contact, monkeypatch):
-    contact.stdout = _verdict("conv3x3_forward differs by 1")
+def test_the_doctor_says_what_runs_on_each_gpu(gpu, monkeypatch):
+    gpu.stdout = _printed("conv3x3_forward differs by 1", seconds=())
     with pytest.warns(UserWarning, match="conv3x3_forward"):
-        first_contact.may_run(GPU, torch.bfloat16)
+        device_self_test.may_run(GPU, torch.bfloat16)
     lines = _lines_of_doctor(monkeypatch)
     assert "GPU 0: a GPU, compute capability 9.0" in lines
-    assert "  float32, ieee: Triton, if they pass the comparison: the first step compares, as does --compare" in lines
+    assert "  float32, ieee: Triton, if they pass the self-test: the first step tests, as does --compare" in lines
     assert "  bfloat16: PyTorch's operations, since of the Triton kernels conv3x3_forward differs by 1" in lines
-    contact.stdout = _verdict(lacks="CUDA out of memory")
+    gpu.stdout = _printed("CUDA out of memory", certain=False)
     with pytest.warns(UserWarning, match="out of memory"):
         lines = _lines_of_doctor(monkeypatch, compare=True)
-    assert any(line.endswith("since the Triton kernels could not be compared: CUDA out of memory") for line in lines)
-    monkeypatch.setenv(first_contact.VARIABLE, "trust")
+    assert any("since the Triton kernels could not be tested: CUDA out of memory" in line for line in lines)
+    monkeypatch.setenv(device_self_test.VARIABLE, "trust")
     assert "  bfloat16: Triton, unchecked" in list(doctor.report(compare=True))
     for capability, names in ((7, 0), ["float32", "float32", "float16"]), ((6, 1), ["PyTorch's operations"]):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index, capability=capability: capability)
