@@ -206,6 +206,16 @@ def has_torch_dispatch(tensor_type: Any) -> bool:
     return tensor_type.__torch_dispatch__ is not _disabled_torch_dispatch
 
 
+def parameters_of(*modules: torch.nn.Module) -> list[Tensor]:
+    """Return the parameters of `modules`, also of `nn.DataParallel` replicas, whose `parameters()` is empty."""
+    parameters = {}
+    for module in (each for root in modules for each in root.modules()):
+        for tensor in (*module._parameters.values(), *getattr(module, "_former_parameters", {}).values()):
+            if tensor is not None:
+                parameters[id(tensor)] = tensor
+    return list(parameters.values())
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """Return the tensor of which `tensor` is a view, or itself."""
     return tensor if tensor._base is None else tensor._base

@@ -43,7 +43,7 @@ from efficient_densenet.checkpoint import (
 from efficient_densenet.memory import saved_bytes
 
 
-@pytest.mark.filterwarnings("ignore:found use_reentrant=True, which this checkpoint does not have")
+@pytest.mark.filterwarnings("ignore:use_reentrant=True is ignored")
 @pytest.mark.parametrize(*grid(run=RUNS, needs_grad=[True, False], strength=1))
 def test_every_way_to_call_it_trains_as_plain(run, needs_grad):
     """Outputs, gradients, buffers and random states, of a network with a batch norm and a dropout."""
@@ -91,6 +91,15 @@ def test_indirectly_referenced_norms_update_once(how):
     net = network()
     REACHED[how](Holder(net), net, tensor(5, 4).requires_grad_()).sum().backward()
     assert net[1].num_batches_tracked == 1
+
+
+def test_a_bound_forward_of_a_norm_updates_once():
+    """It was bound to torch's method before the norm was under the exactly-once rule."""
+    norm = nn.BatchNorm1d(4).double()
+    forward = norm.forward
+    for _ in range(2):
+        checkpoint(forward, tensor(5, 4).requires_grad_()).sum().backward()
+    assert norm.num_batches_tracked == 2
 
 
 def test_checkpoint_function_as_in_the_original_repository():
@@ -168,22 +177,9 @@ def test_an_input_changed_in_place_is_an_error(change):
         output.sum().backward()
 
 
-def test_a_hook_that_the_function_registers_on_its_argument_fires_once():
-    fired, x = [], tensor(3).requires_grad_()
-
-    def function(a):
-        a.register_hook(lambda grad: fired.append(1))
-        return a.sin().exp()
-
-    checkpoint(function, x).sum().backward()
-    checkpoint(function, x * 1).sum().backward()
-    assert fired == [1, 1, 1]  # the leaf keeps its hook
-
-
 @pytest.mark.parametrize("offload", [True, False])
 def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offload, monkeypatch):
-    """All tensors are treated as tensors of a GPU: their memory is freed, and the gradients are right."""
-    monkeypatch.setattr(call, "is_on_device", lambda leaf: True)
+    """The memory of the originals is freed, and the gradients are right."""
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied)
     monkeypatch.setattr(call, "save_on_cpu", lambda pin_memory: copies)
     net = network()
@@ -220,21 +216,12 @@ def _reparametrized():
 
 X = torch.ones(3, requires_grad=True)
 MISTAKES = {
-    r"found a str in parameters": lambda: checkpoint(torch.sin, X, parameters=["weight"]),
-    r"generators with preserve_rng_state=False": lambda: checkpoint(
-        torch.sin, X, preserve_rng_state=False, generators=[torch.Generator()]
-    ),
     r"determinism_check should be one of": lambda: checkpoint(torch.sin, X, determinism_check="all"),
     r"segments is 0, but must be from 1 to the number of modules, 5": lambda: checkpoint_sequential(network(), 0, X),
     r"segments is 6, but must be from 1 to the number of modules, 5": lambda: checkpoint_sequential(network(), 6, X),
-    r"found a Tensor as the number of inputs of .*sin: CheckpointFunction.apply\(": lambda: CheckpointFunction.apply(
-        torch.sin, X, X
-    ),
-    r"found 3 .* followed by 2 tensors: CheckpointFunction.apply\(function": lambda: CheckpointFunction.apply(
+    r"found a Tensor as the number of inputs": lambda: CheckpointFunction.apply(torch.sin, X, X),
+    r"found a int as .*, and 2 inputs and parameters: CheckpointFunction.apply\(": lambda: CheckpointFunction.apply(
         torch.add, 3, X, X
-    ),
-    r"found a NoneType among the inputs and parameters of .*add": lambda: CheckpointFunction.apply(
-        torch.add, 2, X, None
     ),
     r"found a Sequential whose forward .* was set on the instance": _set_forward,
     r"changed again since .* undo that first": _reparametrized,
@@ -311,7 +298,9 @@ def test_errors_leave_nothing_behind():
     assert held[0]() is None
     with pytest.raises(ZeroDivisionError) as kept:  # with the frames of the forward
         checkpoint(lambda x: checkpoint(lambda x: x / (1 // 0), x), x)
-    assert torch.equal(x.exp().grad_fn._saved_result, x.exp()), kept
+    if torch.__version__ >= "2.14":  # before, torch's function leaves its hooks active while the frames live
+        assert torch.equal(x.exp().grad_fn._saved_result, x.exp()), kept
+    del kept
     output = checkpoint(Fickle(lambda x: x.sin().exp(), lambda x: x / (1 // 0)), x)
     with pytest.raises(ZeroDivisionError):
         output.sum().backward()
@@ -453,20 +442,19 @@ def test_a_functorch_transform_and_disabled_hooks_call_straight_through():
     net, x = nn.Linear(4, 3).double(), tensor(5, 4).requires_grad_()
     expected = torch.autograd.grad(net(x).square().sum(), x)[0]
     assert_close(torch.func.grad(lambda x: checkpoint(net, x).square().sum())(x.detach()), expected)
-    with (
-        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
-        pytest.warns(UserWarning, match="Linear is not checkpointed, for lack of saved-tensor hooks"),
-    ):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert_close(torch.autograd.grad(checkpoint(net, x).square().sum(), x)[0], expected)
 
 
 @pytest.mark.parametrize("kind", ["fake", "meta"])
 def test_fake_and_meta_tensors(kind):
     """Tools that predict shapes and memory use them."""
-    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
+    device = "meta" if kind == "meta" else "cpu"
+    with FakeTensorMode() if kind == "fake" else contextlib.nullcontext():
         net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4))
+        net = net.to(device) if kind == "meta" else net
         net[2].register_forward_hook(lambda module, args, output: output * 2)
-        x = torch.randn(5, 4, requires_grad=True)
+        x = torch.randn(5, 4, device=device, requires_grad=True)
         RUNS["nested"](net, x).sum().backward()
         assert x.grad.shape == x.shape
         assert all(p.grad.shape == p.shape for p in net.parameters())

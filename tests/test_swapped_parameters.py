@@ -27,19 +27,6 @@ def _scaled_while_it_runs(conv: nn.Module) -> None:
     conv.register_forward_hook(after)
 
 
-def _other_data_while_it_runs(conv: nn.Module) -> None:
-    def before(conv, args):
-        conv.original = conv.weight.data
-        conv.weight.data = conv.weight.data * 0.5
-
-    def after(conv, args, output):
-        conv.weight.data = conv.original
-        del conv.original
-
-    conv.register_forward_pre_hook(before)
-    conv.register_forward_hook(after)
-
-
 def _train(change, engine: bool | str) -> list[Tensor]:
     """Losses and gradients of three steps."""
     torch.manual_seed(0)
@@ -61,10 +48,8 @@ def _train(change, engine: bool | str) -> list[Tensor]:
 
 @ignore_fallback
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("change", [_scaled_while_it_runs, _other_data_while_it_runs, weight_norm])
+@pytest.mark.parametrize("change", [_scaled_while_it_runs, weight_norm])
 def test_weights_that_hooks_swap_train_as_in_plain(change, engine):
-    if change is _other_data_while_it_runs and engine == "official":
-        pytest.xfail("torch.utils.checkpoint hands the backward the weight of the recomputation, not the restored one")
     assert_same_tensors(_train(change, engine), _train(change, False))
 
 

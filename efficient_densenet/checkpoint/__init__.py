@@ -1,8 +1,7 @@
 """Activation checkpointing for any function: its intermediate tensors are recomputed in the backward, not saved."""
 
 from .._recompute_mode import disable_checkpointing, is_checkpointing, is_recomputing
-from .call import checkpoint, checkpoint_sequential
-from .function import CheckpointFunction
+from .call import CheckpointFunction, checkpoint, checkpoint_sequential
 from .wrapper import checkpoint_wrapper, unwrap
 
 __all__ = [

@@ -1,39 +1,39 @@
-"""`checkpoint`: recompute any function in the backward, with arguments and results of any structure."""
+"""`checkpoint`: `torch.utils.checkpoint` in which batch norms update once, forward hooks fire once, and modules are
+recomputed in the training mode of the forward."""
 
 import functools
-import inspect
+import gc
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._recompute_mode import is_checkpointing, is_checkpointing_disabled, is_recomputing
+from .._recompute_mode import state, state_with
 from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
-from ..norms.batch_norm import update_once
+from ..norms.batch_norm import UpdatesOnce, update_once
 from .hooks import fire_once, may_stop_early
-from .parameters import function_name, reachable_modules, with_submodules
-from .recomputable import DEFAULTS, ContextFn, Options, RecomputableCall, flatten
 
-_HAS_HOOKS_OPTION = "respect_saved_tensors_hooks" in inspect.signature(torch_checkpoint).parameters
+ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 def checkpoint(
     function: Callable,
     *args: Any,
-    parameters: nn.Module | Iterable[Tensor | nn.Module] | None = None,
+    parameters: nn.Module | Iterable[Tensor | nn.Module] = (),
     use_reentrant: bool = False,
-    preserve_rng_state: bool = True,
     offload: bool = False,
-    generators: Iterable[torch.Generator] = (),
     early_stop: bool = True,
+    preserve_rng_state: bool = True,
     context_fn: ContextFn | None = None,
     determinism_check: str = "default",
     debug: bool = False,
@@ -42,77 +42,134 @@ def checkpoint(
     """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; all other tensors are recomputed.
 
     This is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, in which batch norms update their running
-    statistics once, forward hooks fire once, and modules are recomputed in the mode of the forward.
+    statistics once, forward hooks fire once, and modules are recomputed in the training mode of the forward.
 
     Args:
         function: a module, a method of a module, or any callable that computes the same result in each call.
         parameters: modules that `function` uses besides its arguments. Those that it refers to as a closure, global
             or attribute are found without this argument. Tensors may be listed too; they need not be.
         use_reentrant: False. True gives a warning, and the same gradients.
-        preserve_rng_state: restore the RNG state for the recomputation, as dropout needs.
         offload: save the tensor arguments in CPU memory until the backward.
-        generators: random generators that `function` uses besides the default generators.
         early_stop: end the recomputation when it has saved the last tensor that the forward saved for backward. Early
             stopping is also off inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
-        context_fn: returns two context managers, one for the forward and one for the recomputation.
-            `torch.utils.checkpoint.create_selective_checkpoint_contexts` makes a pair that saves the results of chosen
-            operations, which are then not recomputed.
-        determinism_check: "default" compares shapes, dtypes and devices of saved and recomputed tensors; "none" does
-            not.
-        debug: show the operations of forward and recomputation in the error of a recomputation that differs.
+        preserve_rng_state, context_fn, determinism_check, debug: as in torch's function.
     """
-    generators = tuple(generators)
-    if generators and not preserve_rng_state:
-        raise ValueError(
-            "found generators with preserve_rng_state=False, which restores no RNG state: give only one of the two"
-        )
     if use_reentrant:
-        warnings.warn(
-            "found use_reentrant=True, which this checkpoint does not have: it recomputes as with use_reentrant=False, "
-            "which computes the same gradients",
-            stacklevel=2,
-        )
-    options = Options(preserve_rng_state, generators, offload, early_stop, context_fn, determinism_check, debug)
-    return checkpoint_call(function, args, kwargs, options, parameters)
+        warnings.warn("use_reentrant=True is ignored: use_reentrant=False computes the same gradients", stacklevel=2)
+    options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
+    options |= {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
+    used = [parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters
+    return checkpoint_call(function, args, kwargs, used, offload, early_stop, **options)
 
 
 def checkpoint_call(
-    function: Callable,
+    function: Any,
     args: tuple,
     kwargs: dict[str, Any],
-    options: Options = DEFAULTS,
-    parameters: nn.Module | Iterable[Tensor | nn.Module] | None = None,
+    used: Iterable[Any] = (),
+    offload: bool = False,
+    early_stop: bool = True,
+    **options: Any,
 ) -> Any:
-    """`checkpoint` with `args` and `kwargs` as a tuple and a dict, so that keyword arguments may have any name."""
+    """`checkpoint` with `args` and `kwargs` as a tuple and a dict, so that keyword arguments may have any name. Modules
+    among `used` are those that `function` uses; `options` are torch's."""
+    is_compiling = torch.compiler.is_compiling()
     if (
         not torch.is_grad_enabled()
-        or is_checkpointing_disabled()
+        or state.is_disabled
         or is_exporting(training=True)
         or functorch_is_active()
+        or (is_compiling and not CHECKPOINTS_UPDATE_ONCE)
     ):
         return function(*args, **kwargs)
-    if torch.compiler.is_compiling():
-        return _checkpoint_compiled(function, args, kwargs, options)
-    if not saved_tensors_hooks_enabled():
-        warnings.warn(f"{function_name(function)} is not checkpointed, for lack of saved-tensor hooks", stacklevel=3)
+    if is_compiling:
+        call = functools.partial(function, **kwargs) if kwargs else function
+        options = {name: options[name] for name in ("preserve_rng_state", "context_fn") if name in options}
+        return torch_checkpoint(call, *args, use_reentrant=False, **options)
+    leaves, spec = args, None
+    if kwargs or not all(isinstance(value, Tensor) for value in args):  # torch's function saves positional tensors only
+        leaves, spec = tree_flatten((args, kwargs))
+    modules = _modules_of(function, [*used, *leaves])
+    lazy: Any = LazyModuleMixin
+    has_no_sizes = any(isinstance(each, lazy) and each.has_uninitialized_params() for each in modules)
+    if has_no_sizes or not saved_tensors_hooks_enabled():
         return function(*args, **kwargs)
-    leaves, spec = flatten(args, kwargs)
-    modules = with_submodules((*reachable_modules(function), *_as_list(parameters), *leaves))
-    if any(map(_is_lazy, modules)):
-        return function(*args, **kwargs)  # whose parameters get their sizes now
     for module in modules:
         fire_once(module)
         update_once(module)
-    call = RecomputableCall(function, leaves, spec, modules, options)
-    early_stop = options.early_stop and may_stop_early(modules)
-    with _offloading(options, leaves), nullcontext() if early_stop else set_checkpoint_early_stop(False):
-        result = torch_checkpoint(call, *leaves, use_reentrant=False, **_torch_options(options))
-    if call.error is not None:
-        try:
-            raise call.error
-        finally:
-            call.error = None  # breaks a reference cycle, which would hold the tensors of the forward
-    return result
+    owner: Any = getattr(function, "__self__", None)
+    if isinstance(owner, UpdatesOnce) and function == super(UpdatesOnce, owner).forward:
+        function = MethodType(UpdatesOnce.forward, owner)  # it was bound before the norm was under the rule
+    states = {module: {"training": module.training} | _buffers_that_are_read(module) for module in modules}
+    is_selective, is_forward = state.is_selective or "context_fn" in options, True
+
+    def run(*leaves: Any) -> Any:
+        nonlocal is_forward
+        args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
+        if is_forward:
+            is_forward = False
+            with state_with(in_forward=True, is_selective=is_selective):
+                return function(*args, **kwargs)
+        # A backward inside `disable_checkpointing` checkpoints what the forward did.
+        with state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective), _with_attributes(states):
+            return function(*args, **kwargs)
+
+    offloading = save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
+    stops_early = early_stop and may_stop_early(modules)
+    with offloading, nullcontext() if stops_early else set_checkpoint_early_stop(False):
+        return torch_checkpoint(run, *leaves, use_reentrant=False, **options)
+
+
+def _buffers_that_are_read(module: nn.Module) -> dict[str, Any]:
+    """Copies of the buffers of a norm whose author's forward may read what it updates; none of any other module."""
+    if not (isinstance(module, UpdatesOnce) and module.training):
+        return {}
+    classes = (cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    if all(cls.__module__.startswith(("torch.", "efficient_densenet.")) for cls in classes):
+        return {}
+    return {"_buffers": {name: each if each is None else each.clone() for name, each in module._buffers.items()}}
+
+
+@contextmanager
+def _with_attributes(changes: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    changed = [
+        (module, name, getattr(module, name), value)
+        for module, new in changes.items()
+        for name, value in new.items()
+        if getattr(module, name) is not value
+    ]
+    for module, name, _, value in changed:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value, _ in changed:
+            setattr(module, name, value)
+
+
+def _modules_of(function: Callable, values: Iterable[Any]) -> list[Any]:
+    """The modules among `values`, and the one that `function` is or belongs to, or those that it references directly or
+    not: by closure, default, global or attribute; all with their submodules, each once."""
+    owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    found = [each for each in (owner, *values) if isinstance(each, nn.Module)]
+    seen: dict[int, Any] = {}
+    referenced = [] if isinstance(owner, nn.Module) else [function]
+    for _ in range(8):
+        referenced = [value for value in referenced if id(value) not in seen]
+        seen |= {id(value): value for value in referenced}
+        found += (value for value in referenced if isinstance(value, nn.Module))
+        referenced = [each for value in referenced for each in _references_of(value)]
+    return list(dict.fromkeys(module for each in found for module in each.modules()))
+
+
+def _references_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, (nn.Module, type, ModuleType, Tensor)):
+        return ()
+    if isinstance(value, FunctionType):
+        global_values = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *global_values]
+    referents = gc.get_referents(value)
+    return () if len(referents) > 1000 else referents  # many are data
 
 
 def checkpoint_sequential(
@@ -124,66 +181,31 @@ def checkpoint_sequential(
     are keyword arguments of `checkpoint`.
     """
     functions = list(modules)
-    if "parameters" in options:
-        options["parameters"] = _as_list(options["parameters"])  # the first segment would exhaust an iterator
     if not 1 <= segments <= len(functions):
         raise ValueError(f"segments is {segments}, but must be from 1 to the number of modules, {len(functions)}")
     length = len(functions) // segments
     *checkpointed, last = range(0, segments * length, length)
     for start in checkpointed:
-        input = checkpoint(functools.partial(_run_sequentially, *functions[start : start + length]), input, **options)
-    return _run_sequentially(*functions[last:], input)
+        input = checkpoint(functools.partial(_run_sequentially, functions[start : start + length]), input, **options)
+    return _run_sequentially(functions[last:], input)
 
 
-def _run_sequentially(*functions_and_input: Any) -> Any:
-    *functions, value = functions_and_input
-    for function in functions:
-        value = function(value)
-    return value
+def _run_sequentially(functions: Sequence[Callable], input: Any) -> Any:
+    return functools.reduce(lambda value, function: function(value), functions, input)
 
 
-def _checkpoint_compiled(function: Callable, args: tuple, kwargs: dict[str, Any], options: Options) -> Any:
-    if not CHECKPOINTS_UPDATE_ONCE:
-        return function(*args, **kwargs)
-    call = functools.partial(function, **kwargs) if kwargs else function
-    context: dict[str, Any] = {} if options.context_fn is None else {"context_fn": options.context_fn}
-    return torch_checkpoint(call, *args, use_reentrant=False, preserve_rng_state=options.preserve_rng_state, **context)
+class CheckpointFunction:
+    """`CheckpointFunction.apply(function, n, *inputs, *parameters)` is `function(*inputs)`, recomputed in the backward.
 
+    There are `n` inputs. The parameters are the other tensors that `function` uses: they get their gradients whether
+    they are listed or not. `function` may return anything.
+    """
 
-def _offloading(options: Options, leaves: Iterable[Any]) -> AbstractContextManager:
-    """Return a context in which `offload` holds. Inside a checkpoint, the hooks of the outer one save the arguments."""
-    is_inner = is_checkpointing() or is_recomputing()
-    if options.offload and not is_inner and any(map(is_on_device, leaves)):
-        return save_on_cpu(pin_memory=torch.cuda.is_available())
-    return nullcontext()
-
-
-def is_on_device(leaf: Any) -> bool:
-    """Return True for a tensor that offloading copies."""
-    return isinstance(leaf, Tensor) and leaf.device.type not in ("cpu", "meta")
-
-
-def _is_lazy(module: Any) -> bool:
-    lazy: Any = LazyModuleMixin
-    return isinstance(module, lazy) and module.has_uninitialized_params()
-
-
-def _torch_options(options: Options) -> dict[str, Any]:
-    """Return the keyword arguments of torch's function. Selective checkpointing saves its tensors itself."""
-    return {
-        "preserve_rng_state": False,  # done here, and only where random numbers were drawn
-        "determinism_check": options.determinism_check,
-        "debug": options.debug,
-        **({} if options.context_fn is None else {"context_fn": options.context_fn}),
-        **({"respect_saved_tensors_hooks": False} if _HAS_HOOKS_OPTION and options.context_fn is not None else {}),
-    }
-
-
-def _as_list(parameters: nn.Module | Iterable[Tensor | nn.Module] | None) -> list[Tensor | nn.Module]:
-    if parameters is None:
-        return []
-    listed = [parameters] if isinstance(parameters, (nn.Module, Tensor)) else list(parameters)
-    wrong = next((value for value in listed if not isinstance(value, (nn.Module, Tensor))), None)
-    if wrong is not None:
-        raise TypeError(f"found a {type(wrong).__name__} in parameters, which must contain only tensors and modules")
-    return listed
+    @staticmethod
+    def apply(function: Callable, n: int, *args: Any) -> Any:
+        if not (isinstance(n, int) and 0 <= n <= len(args)):
+            raise ValueError(
+                f"found a {type(n).__name__} as the number of inputs, and {len(args)} inputs and parameters: "
+                "CheckpointFunction.apply(function, number_of_inputs, *inputs, *parameters)"
+            )
+        return checkpoint_call(function, args[:n], {})

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import get_device_states
 
-from .._recompute_mode import is_in_user_context, is_recomputing
+from .._recompute_mode import is_recomputing, state
 from .._torch_private import is_managed_by_fsdp, memory_key, without_dispatch_modes
-from .states import GeneratorStates, default_generators, host_generators
 
 
 class FireOnceHook:
@@ -44,15 +45,13 @@ class FireOnceHook:
     def __call__(self, module: nn.Module, *args: Any) -> Any:
         if is_recomputing() and not self.affects_computation:
             return None
-        modes = without_dispatch_modes() if is_in_user_context() else nullcontext()
+        modes = without_dispatch_modes() if state.is_selective else nullcontext()
         with modes, saved_tensors_hooks(_identity, _identity):
             if is_recomputing():
                 return self.hook(module, *args)
             before = _snapshot(module, args)
-            values = (*tree_leaves(args), *module._parameters.values())
-            generators = GeneratorStates([*default_generators(values), *host_generators()])
             result = self.hook(module, *args)
-            if result is not None or _snapshot(module, args) != before or generators.have_changed():
+            if result is not None or _snapshot(module, args) != before:
                 self.affects_computation = True
             return result
 
@@ -85,8 +84,11 @@ def _identity(value: Any) -> Any:
 
 
 def _snapshot(module: nn.Module, args: tuple) -> tuple:
-    """Return the identities of all values of the module and the arguments, and the versions of the tensors, which those
-    of inference mode do not have."""
+    """Return the identities of all values of the module and the arguments, the versions of the tensors, which those of
+    inference mode do not have, and the states of the random generators."""
     values = (*vars(module).values(), *module._parameters.values(), *module._buffers.values(), *tree_leaves(args))
-    tensors = [(memory_key(v), v._version) for v in values if isinstance(v, Tensor) and not v.is_inference()]
-    return [id(value) for value in values], tensors
+    tensors = [each for each in values if isinstance(each, Tensor) and not each.is_inference()]
+    with without_dispatch_modes():  # FakeTensorMode has no values to compare
+        states = torch.get_rng_state(), *get_device_states(*tensors)[1]
+        random = [state.numpy().tobytes() for state in states]
+    return [id(value) for value in values], [(memory_key(each), each._version) for each in tensors], random

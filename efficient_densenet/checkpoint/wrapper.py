@@ -1,6 +1,5 @@
 """`checkpoint_wrapper`: checkpoint every call of a module, which stays the same object."""
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -9,9 +8,8 @@ from torch import nn
 from .._checks import check_module
 from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
-from .call import checkpoint_call
+from .call import ContextFn, checkpoint_call
 from .hooks import undo_fire_once
-from .recomputable import DEFAULTS, ContextFn, Options
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -19,11 +17,11 @@ Module = TypeVar("Module", bound=nn.Module)
 class CheckpointedForward(ModuleMixin):
     """Mixin that checkpoints the forward of a module. Hooks on the module itself are not part of the checkpoint."""
 
-    _checkpoint_options: Options = DEFAULTS
-    _converted_norms: Sequence[str] = ()
+    _checkpoint_options: dict[str, Any]
+    _converted_norms: list[str]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint_call(super().forward, args, kwargs, self._checkpoint_options)
+        return checkpoint_call(super().forward, args, kwargs, **self._checkpoint_options)
 
 
 def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False, context_fn: ContextFn | None = None) -> Module:
@@ -43,7 +41,7 @@ def checkpoint_wrapper(module: Module, offload_to_cpu: bool = False, context_fn:
     if not isinstance(module, CheckpointedForward):
         wrapped._converted_norms = [name for name, m in module.named_modules() if update_once(m)]
         add_mixin(module, CheckpointedForward)
-    wrapped._checkpoint_options = Options(offload=offload_to_cpu, context_fn=context_fn)
+    wrapped._checkpoint_options = {"offload": offload_to_cpu} | ({"context_fn": context_fn} if context_fn else {})
     return module
 
 
@@ -56,6 +54,5 @@ def unwrap(module: Module) -> Module:
             undo_fire_once(submodule)
             if name in converted_norms:
                 undo_update_once(submodule)
-        for name in ("_checkpoint_options", "_converted_norms"):
-            vars(module).pop(name, None)
+        del module._checkpoint_options, module._converted_norms
     return module

@@ -20,8 +20,7 @@ from torch.fx import Proxy
 from .. import kernels
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._tensors import compute_dtype
-from .._torch_private import functorch_is_active
-from ..checkpoint.parameters import parameters_of
+from .._torch_private import functorch_is_active, parameters_of
 from ..norms.sync_batch_norm import sync_group
 from . import layerwise, saving, stem
 from .changed_modules import must_be_called
