@@ -316,7 +316,7 @@ def write_predicted(run: Run, files: list[str], classes: list[str], scores: Tens
     path = run.folder / "predicted.csv"
     table.to_csv(path, index=False)
     run.print_broken()
-    print(f"{path} has the probabilities of {len(files):,} files")
+    print(f"{path} has a row for each of {len(files):,} files")
     return table
 
 

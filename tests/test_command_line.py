@@ -33,6 +33,8 @@ def typed(monkeypatch, tmp_path):
         ("--efficient True --data cifar --batch_size 256", {"data": "cifar", "efficient": True, "batch_size": 256}),
         ("--efficient=False --save model", {"efficient": False, "save": "model"}),
         ("--noefficient --n_epochs=3", {"efficient": False, "n_epochs": 3}),
+        ("--epochs 3 --learning_rate=0.5 --out run", {"n_epochs": 3, "lr": 0.5, "save": "run"}),
+        ("--precision bf16 --save out", {"amp": "bf16", "save": "out"}),
         ("--resume auto", {"resume": "auto"}),
         ("--resume --data cifar", {"resume": True, "data": "cifar"}),
         ("--batch-size 3 --lr 1e-3", {"batch_size": 3, "lr": 1e-3}),

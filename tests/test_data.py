@@ -203,9 +203,13 @@ def test_a_named_data_set_is_downloaded_beside_other_files(tmp_path, monkeypatch
     download_if_absent(str(tmp_path), "cifar10")
     download_if_absent(str(tmp_path), "cifar10")
     assert fetched == [True, False]
-    download_if_absent(str(tmp_path / "absent"), None)  # CIFAR-10
-    assert [path.name for path in (tmp_path / "absent").iterdir()] == ["cifar-10-batches-py"]
-    shutil.rmtree(tmp_path / "absent")
+    with pytest.raises(ValueError, match=r"mistyped is absent or empty, .* or a --dataset to download into it$"):
+        _load(tmp_path / "mistyped")
+    assert not (tmp_path / "mistyped").exists()
+    for name, dataset in (("cifar", None), ("cifar10", None), ("absent", "cifar10")):
+        download_if_absent(str(tmp_path / name), dataset)
+        assert [path.name for path in (tmp_path / name).iterdir()] == ["cifar-10-batches-py"]
+        shutil.rmtree(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cifar-10-batches-py", "notes.txt"]
     with pytest.raises(ValueError, match=r"contains cifar-10-batches-py, notes.txt, but --dataset svhn needs SVHN the"):
         _load(tmp_path, "svhn")

@@ -54,9 +54,18 @@ def _typed(options: type, doc: str) -> dict[str, Any]:
     fire.decorators.SetParseFn(_text)(record)
     others = [name for name in signature.parameters if str not in kinds[name]]
     fire.decorators.SetParseFns(**dict.fromkeys(others, fire.parser.DefaultParseValue))(record)
-    words = sys.argv[1:]
+    words = [_own_word(word) for word in sys.argv[1:]]
     fire.Fire(record, command=["--help"] if {"-h", "--help"} & set(words) else words)
     return calls[0]
+
+
+ALIASES = {"epochs": "n_epochs", "learning_rate": "lr", "out": "save", "precision": "amp"}
+"""The words of the examples for options of the demos."""
+
+
+def _own_word(word: str) -> str:
+    name, equals, value = word.removeprefix("--").partition("=")
+    return f"--{ALIASES[name]}{equals}{value}" if word.startswith("--") and name in ALIASES else word
 
 
 def _text(typed: str) -> str | bool | None:

@@ -37,12 +37,12 @@ class Options:
 
     Args:
         data: directory of images: CIFAR-10 or -100 in torchvision's layout, or train/ and test/ (or val/) with a folder
-            of images for each class. An absent or empty directory is filled by a download; without this option,
-            training is on the handwritten digits that ship with the package.
+            of images for each class. One that is called cifar, cifar100 and so on and is absent or empty is filled by a
+            download; without this option, training is on the handwritten digits that ship with the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
         efficient: True for the memory-saving engine of this script, False for the plain network.
         dataset: cifar10, cifar100, svhn, fashion_mnist or mnist: which one to take from the directory, or to download
-            into it if it is not there; by default what is there, and cifar10 into an absent directory.
+            into it if it is not there; by default what is there.
         model: a name from the zoo, such as densenet121; by default a DenseNet-BC of this depth and growth rate.
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.

@@ -98,13 +98,17 @@ def load(
 
 
 def download_if_absent(data: str | None, dataset: str | None) -> None:
-    """Fill a directory without images from the network: with `dataset`, or with CIFAR-10 if it is absent or empty."""
+    """Fill a directory without images from the network: with `dataset`, or with the one that the directory is named
+    after, such as cifar100, if it is absent or empty. (Of another name it may be mistyped.)"""
     path = Path(data or ".")
     if data is None or path.is_file():
         return
     absent = not path.exists() or not any(path.iterdir())
-    if absent or (dataset and published.find(path, None) is None and not folder.is_image_folder(path)):
-        published.download(path, dataset or "cifar10")
+    named = {"cifar": "cifar10", **{name: name for name in published.DATASETS}}.get(path.name)
+    if dataset is None and absent and named:
+        dataset = named
+    if dataset and published.find(path, None) is None and not folder.is_image_folder(path):
+        published.download(path, dataset)
 
 
 def check_options_of_folders(dataset: Dataset, image_size: int | None, stream: bool | None) -> None:
@@ -130,7 +134,8 @@ def _recognize(path: Path, dataset: str | None) -> str | None:
     if dataset:
         needed = f"--dataset {dataset} needs {published.DATASETS[dataset].title}"
     raise ValueError(
-        f"{path} {contains}, but {needed} there: give another --data, or a --dataset to download beside what is there"
+        f"{path} {contains}, but {needed} there: give another --data, or a --dataset to download "
+        f"{'beside what is there' if names else 'into it'}"
     )
 
 
