@@ -134,9 +134,9 @@ def join(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageReque
     return None if stage is None or stage.spec.consumer is None else stage
 
 
-def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[int, Kept | None]]:
+def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[int, Kept | None]] | None:
     """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; and what is
-    kept of each stage, whose modules are compared here.
+    kept of each stage, whose modules are compared here. None where plain modules hold less.
 
     `modules` are blocks, each with its consumer after it, and nothing else: any other network may hold most at another
     moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
@@ -149,7 +149,10 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[
     if not all(is_engine_block(block) and block.engine is None for block in blocks):
         return {}
     sizes, kept = zip(*(read_sizes(*each, x) for each in zip(blocks, consumers, strict=True)), strict=True)
-    return dict(zip(blocks, zip(saving.num_saved(sizes, x), kept, strict=True), strict=True))
+    counts = saving.num_saved(sizes, x)
+    if counts is not None:
+        return dict(zip(blocks, zip(counts, kept, strict=True), strict=True))
+    return {} if any(must_be_called(block) for block in blocks) else None
 
 
 def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -54,7 +54,7 @@ class _Walk:
         self.outputs: dict[str, Tensor] = {}
         self.position = 0
         self.plain_format: torch.memory_format | None = None
-        self.saved_by_default: dict[nn.Module, tuple[int, Kept | None]] = {}
+        self.saved_by_default: dict[nn.Module, tuple[int, Kept | None]] | None = {}
         blocks = [module for _, module in modules if is_block(module)]
         self.first_block = blocks[0] if blocks else None
 
@@ -83,8 +83,12 @@ class _Walk:
         else:
             taps_block, is_tapped = name in self.taps, consumer_name in self.taps
             handed_on = not (taps_block or is_tapped) and any(self.is_block(module) for _, module in following)
-            formats = StageFormats(self.plain_format, handed_on)
-            request = StageRequest(formats, taps_block, *self._saved_by_default(block))
+            formats, saved = StageFormats(self.plain_format, handed_on), self._saved_by_default(block)
+            if saved is None:
+                self.x = choose.run_block(block, self.x, choose.BlockPlan(choose.Engine.PLAIN))
+                self.position += 1
+                return
+            request = StageRequest(formats, taps_block, *saved)
             stage = choose.join(block, consumer, self.x, request)
             if stage is None:
                 self.call_next()
@@ -102,14 +106,16 @@ class _Walk:
         if consumer_name in self.taps:
             self.outputs[consumer_name] = self.x
 
-    def _saved_by_default(self, block: nn.Module) -> tuple[int, Kept | None]:
+    def _saved_by_default(self, block: nn.Module) -> tuple[int, Kept | None] | None:
         """How many layers of `block` save their bottlenecks by default, and what is kept of its stage, if its modules
-        have been compared and none has been called since."""
+        have been compared and none has been called since. None where plain modules hold less."""
         if block is self.first_block and not self.taps:
             self.saved_by_default = choose.num_saved([module for _, module in self.modules[self.position :]], self.x)
-        return self.saved_by_default.get(block, (0, None))
+        return None if self.saved_by_default is None else self.saved_by_default.get(block, (0, None))
 
     def _forget_comparisons(self) -> None:
+        if self.saved_by_default is None:
+            return
         self.saved_by_default = {block: (number, None) for block, (number, _) in self.saved_by_default.items()}
 
     def call_next(self) -> None:

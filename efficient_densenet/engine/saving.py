@@ -1,11 +1,11 @@
-"""What the best engine saves although nobody asks for it: what leaves a step's peak as it is, or is small.
+"""What the best engine saves although nobody asks for it: what leaves a step's peak as it is. And where it runs plain.
 
 A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
 have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
 
-On few pixels a step holds little but weights and their gradients, and takes the time of reading them. All bottlenecks
-are saved where they take no more than the weights.
+On few pixels a step holds little but gradients of weights: the shared engine those of a whole stage at once, plain
+modules those of one layer. Plain modules run where this is more than all that they save.
 """
 
 import math
@@ -30,6 +30,8 @@ class BlockSizes(NamedTuple):
     Attributes:
         channels: of its features.
         weights: of its convolutions.
+        inputs: the channels that its convolutions read, the sum of all.
+        columns: the most values for a pixel that a convolution's im2col has.
         saved: the channels of the bottlenecks that are saved by request.
         layers: the channels that each layer reads and the width of its bottleneck, of layers that leave it open.
         trains: whether its norms have batch statistics.
@@ -37,6 +39,8 @@ class BlockSizes(NamedTuple):
 
     channels: int
     weights: int
+    inputs: int
+    columns: int
     saved: int
     layers: tuple[tuple[int, int], ...]
     trains: bool
@@ -83,6 +87,8 @@ def _block_sizes(block: nn.Module) -> BlockSizes | None:
     return BlockSizes(
         channels=last.conv1.in_channels + last.last_conv.out_channels,
         weights=sum(conv.in_channels * conv.out_channels * math.prod(conv.kernel_size) for conv in convolutions),
+        inputs=sum(conv.in_channels for conv in convolutions),
+        columns=max(conv.in_channels * math.prod(conv.kernel_size) for conv in convolutions),
         saved=sum(layer.conv1.out_channels for layer in inside if layer.keep_bottleneck),
         layers=tuple(
             (each.conv1.in_channels, each.conv1.out_channels) for each in inside if each.keep_bottleneck is None
@@ -98,8 +104,8 @@ def _consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
     return ConsumerSizes(parts.pools, None if parts.conv is None else parts.conv.out_channels)
 
 
-def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int]:
-    """For each stage how many of its layers, the last ones, save their bottlenecks.
+def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int] | None:
+    """For each stage how many of its layers, the last ones, save their bottlenecks; None where plain modules hold less.
 
     The stages are all of a network; x is the input of the first.
     """
@@ -110,30 +116,32 @@ def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int]:
 
 
 @lru_cache(maxsize=256)
-def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int]:
+def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int] | None:
     """`shape` is (N, *spatial) of the first block's input. All sums below are numbers of values."""
-    held, spare, all_pixels, peak = 0, [], [], 0
+    held, spare, all_pixels, peak, shared, plain, columns = 0, [], [], 0, 0, 0, 0
     images, *sides = shape
     for block, consumer in stages:
         pixels = images * math.prod(sides)
         sides = [side // (1 + consumer.pools) for side in sides]
         features, output = pixels * block.channels, images * math.prod(sides) * (consumer.channels or block.channels)
         held += features + pixels * block.saved
+        shared = max(shared, held + features + output + pixels * block.width * 3 + block.weights)
+        plain += 2 * (pixels * block.inputs + features) + 3 * output  # each convolution's input and its norm's
+        columns = max(columns, pixels * block.columns)
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
             peak = held + features + output + pixels * block.width * 9 // 4
         scratch = pixels * block.width * 9 // 2 + 2 * output + 2 * block.weights * 4 // itemsize
         spare.append(peak - held - features - scratch)
         all_pixels.append(pixels)
-    counts, full = [0] * len(stages), {0}
+    if shared > plain + columns:
+        return None
+    counts, full = [0] * len(stages), set[int]()
     if not all(block.trains for block, _ in stages):
         return counts
     layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
-    all_bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
-    if all_bottlenecks <= sum(block.weights for block, _ in stages):
-        spare, full = [all_bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width
-        if i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
+        if i == 0 or i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
             full.add(i)
         else:
             counts[i] += 1

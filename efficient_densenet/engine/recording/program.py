@@ -20,10 +20,10 @@ WITHOUT_CACHE = {"cpu"}
 """The types of devices on which PyTorch keeps no freed memory for later allocations. On others a run has the slab
 that `slab.choose` finds, if any."""
 
-SMALL_RUN_BYTES = 1 << 22
+SMALL_RUN_BYTES, SMALL_RUN_MOST = 1 << 22, 1.5
 """The most that a run without such a cache holds if it allocates everything at first, temporaries as a slab, and frees
-nothing before its end. In a larger run each memory lives from its first use to its last: a slab would take new pages
-from the system each time, and raise the peak."""
+nothing before its end; and relative to what it holds else. In a larger run each memory lives from its first use to its
+last: a slab would take new pages from the system each time, and raise the peak."""
 
 _METHODS = {"addcmul_", "copy_", "mul_", "relu_", "rsqrt_", "zero_"}
 _FUNCTIONS = {
@@ -113,7 +113,8 @@ class _Builder:
             chosen = slab.choose(new, allocated, outputs, num_events)
         else:
             offsets, nbytes = slab.plan({number: new[number] for number in temporaries})
-            if nbytes + sum(each.nbytes for number, each in new.items() if number not in offsets) <= SMALL_RUN_BYTES:
+            held = nbytes + sum(each.nbytes for number, each in new.items() if number not in offsets)
+            if held <= min(SMALL_RUN_BYTES, SMALL_RUN_MOST * slab.NO_SLAB.peak(new, num_events)):
                 return slab.Slab(range(num_events), offsets, nbytes, outputs & allocated)
             chosen = slab.NO_SLAB
         for number in new.keys() - outputs - chosen.offsets.keys():
