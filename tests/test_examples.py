@@ -41,6 +41,12 @@ PROGRAMS = {
         "iou.csv",
         ("iou", "accuracy"),
     ),
+    "segment_volumes": Program(
+        ("--patch", "32", "32", "32", "--epochs", "2", "--patches", "1", "--pictures", "1"),
+        ("labels/*.nii.gz", "labels/*.png", "config.json"),
+        "dice.csv",
+        ("dice", "least"),
+    ),
     "volumes": Program(
         ("--patch", "32", "32", "32", "--epochs", "2", "--accumulate", "2", "--maps", "1", "--resamples", "20"),
         ("predictions.csv", "confusion.png", "maps/*.nii.gz", "maps/*.png"),
@@ -65,6 +71,8 @@ def write_data(name: str, folder: Path) -> Path:
     generated = load("generated")
     if name == "segmentation":
         return generated.streets(folder / "streets", {"train": 4, "val": 2, "test": 2})
+    if name == "segment_volumes":
+        return generated.organs(folder / "organs", count=4, size=32)
     if name == "volumes":
         return generated.volumes(folder / "volumes", patients=20, size=34)
     return generated.xrays(folder / "xrays", patients=20, size=64)
@@ -129,7 +137,8 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
 def _predicting_gives_the_run_s_own_numbers(name: str, data: Path, out: Path) -> None:
     import pandas as pd
 
-    folder = {"chest_xray": data.parent, "segmentation": data / "test", "volumes": data.parent}[name]
+    folders = {"segmentation": data / "test", "segment_volumes": data / "imagesTr"}
+    folder = folders.get(name, data.parent)
     predicted = load(name).main(["--predict", str(folder), "--out", str(out)]).set_index("file")
     predicted.index = [Path(file).name for file in predicted.index]
     np.testing.assert_allclose(pd.read_csv(out / "predicted.csv").iloc[:, 1:], predicted, atol=1e-6)
@@ -138,6 +147,13 @@ def _predicting_gives_the_run_s_own_numbers(name: str, data: Path, out: Path) ->
             np.bincount(np.asarray(Image.open(mask)).ravel(), minlength=5) for mask in out.glob("predicted/*.png")
         ]
         np.testing.assert_allclose(predicted.mean(), np.sum(shares, 0) / np.sum(shares), atol=1e-4)
+        return
+    if name == "segment_volumes":
+        import nibabel
+
+        for own in out.glob("labels/*.nii.gz"):
+            ours, theirs = (np.asarray(nibabel.load(path).dataobj) for path in (out / "predicted" / own.name, own))
+            np.testing.assert_array_equal(ours, theirs)
         return
     own = pd.read_csv(out / "predictions.csv").set_index("image" if name == "chest_xray" else "volume")
     own.index = [Path(file).name for file in own.index]
@@ -491,6 +507,30 @@ def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch)
     nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
     (tmp_path / "bad.nii.gz").write_bytes(b"no volume")
     assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_segment_volumes_refuses_folders(tmp_path, monkeypatch):
+    import nibabel
+
+    data = write_data("segment_volumes", tmp_path)
+
+    def refused() -> str:
+        return refuse(monkeypatch, "segment_volumes", data, tmp_path / "out")
+
+    described, label = data / "dataset.json", data / "labelsTr" / "organ_002.nii.gz"
+    right, text = label.read_bytes(), described.read_text()
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.uint8), np.eye(4)), label)
+    assert "the image's shape is (32, 32, 32) and the label's (4, 4, 4)" in refused()
+    label.unlink()
+    assert f"{label} is missing, the label of a training volume" in refused()
+    label.write_bytes(right)
+    described.write_text(text.replace('"2": "tumor"', '"3": "tumor"'))
+    assert "has the labels [0, 1, 3], but must have 0 for the background" in refused()
+    described.write_text(text.replace('"training"', '"train"'))
+    assert "dataset.json cannot be read ('training')" in refused()
+    described.unlink()
+    assert "dataset.json cannot be read" in refused()
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
