@@ -1,5 +1,6 @@
 """Bytes saved for backward, counted on the meta device and compared with formulas; and measured peaks of memory."""
 
+import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -8,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from efficient_densenet import create_model
+from efficient_densenet import DenseNet, create_model
+from efficient_densenet.kernels import numba_supports
 from efficient_densenet.memory import measure, peaks, saved_bytes, tensor_peak
 
 MIB = 2**20
@@ -34,6 +36,24 @@ def test_growth_with_depth_is_linear(engine):
     # The output of the block, and the last norm's output, save each layer's channels once more.
     expected = 8 * pixels * (k + 2 * 4 * k + 2 * k)
     assert steps == pytest.approx([expected] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_layers_share_the_memory_of_their_bottlenecks(keep, tmp_path):
+    """Where each allocated its own, glibc's heap grew: what lay beside one kept the next from taking its place."""
+    if not numba_supports(torch.empty(1)):
+        pytest.skip("PyTorch's operations allocate their results themselves")
+
+    def bottlenecks_allocated(depth: int) -> int:
+        model = DenseNet(growth_rate=8, block_config=(depth,), efficient="shared", keep_bottleneck=keep)
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+            model(torch.randn(4, 3, 16, 16)).sum().backward()
+        profile.export_chrome_trace(str(tmp_path / "trace.json"))
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
+        return sizes.count(4 * 16 * 16 * (4 * 8) * 4) - keep * depth
+
+    assert bottlenecks_allocated(2) == bottlenecks_allocated(7) > 0
 
 
 def test_each_storage_counts_once():

@@ -38,6 +38,7 @@ class Backward:
         self.dropout_masks, self.bottlenecks = list(saved.dropout_masks), list(saved.bottlenecks)
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
+        self.grad_bottleneck: Tensor | None = None
 
     def run(self) -> list[Tensor | None]:
         """The gradients of the stage's input and of its parameters."""
@@ -50,6 +51,7 @@ class Backward:
             if self._no_grad_needed_through(i):
                 break
             self._layer(i, self._grad_output(i))
+        self.grad_bottleneck = None
         return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
@@ -132,7 +134,10 @@ class Backward:
     def _grad_bottleneck(self, layer: LayerSpec, number: int, output: Tensor, grad_output: Tensor) -> BatchNormBackward:
         """The gradient of the bottleneck, from the gradient of the layer's output; `number` is the norm between."""
         norm, sums = self.statistics.norm(number, self.tensors[number]), self.statistics.sums(number)
-        grad_accum = torch.empty_like(output, memory_format=torch.contiguous_format)
+        if self.grad_bottleneck is None or self.grad_bottleneck.shape != output.shape:
+            self.grad_bottleneck = None  # freed before another is allocated
+            self.grad_bottleneck = torch.empty_like(output, memory_format=torch.contiguous_format)
+        grad_accum = self.grad_bottleneck
         needs_grad_weight = self.needs_grads[number].conv_weight
         only_consumer = not norm.frozen and self.spec.sync_group is None
         accumulator = GradAccumulator(grad_accum, True, needs_grad_weight, sums, only_consumer)

@@ -46,6 +46,7 @@ class Forward:
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
         self.bottlenecks: list[Tensor] = []
+        self.bottleneck: Tensor | None = None
         self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
 
     def run(self) -> tuple[Tensor, ...]:
@@ -54,6 +55,7 @@ class Forward:
             self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.spec.layers)):
             self._write(i + 1, *self._layer(i))
+        self.bottleneck = None
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
@@ -110,9 +112,15 @@ class Forward:
         subtracts.
         """
         first, second = self.tensors[number], self.tensors[number + 1]
-        conv = conv1x1(input, first.conv_weight.flatten(1))
+        weight, memory, self.bottleneck = first.conv_weight.flatten(1), self.bottleneck, None
+        if memory is None or memory.shape[1] != len(weight) or layer.keep_bottleneck:
+            memory = None  # freed before another is allocated
+            memory = weight.new_empty(len(input.values), len(weight))
+        conv = Conv1x1(input, weight, memory)
         if layer.keep_bottleneck:
-            self.bottlenecks.append(conv.output)
+            self.bottlenecks.append(memory)
+        else:
+            self.bottleneck = memory
         if layer.norm2_frozen:
             self.kernels.conv1x1_forward(conv)
             self.statistics.copy_running(number + 1, layer.norm2_eps, self.running, first.conv_bias)
