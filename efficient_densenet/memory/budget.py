@@ -2,14 +2,14 @@
 
 A bottleneck of w channels costs w · pixels values until its stage's backward is done, and spares c · w · pixels
 multiplications, c being the channels that its layer reads, less the time to write and read it. Bottlenecks are taken in
-one order: next is always the one that spares the most for each byte by which the step's peak grows. A budget takes as
-many as fit, so a larger budget takes all that a smaller one does.
+one order: those of the last block first, which are freed before the backward of the first, where a step holds most, and
+in a block first those that spare the most. A budget takes as many as fit, so a larger one takes what a smaller does.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,13 +18,21 @@ from .._checks import check_module, integer
 from .._torch_private import memory_key
 from ..engine.choose import engine_blocks
 from .meta_copy import unwrapped
-from .order import Recomputed, in_order, kept_layers
 from .sizes import at_least, format_bytes, parse_bytes
-from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, StepMemory, dense_layers
+from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, dense_layers
 
 MULTIPLICATIONS_A_NUMBER = 64
 """A processor multiplies about as often in the time in which it writes and reads a number: what takes fewer
 multiplications than that is faster to recompute. (Measured on CPUs.)"""
+
+
+class Recomputed(NamedTuple):
+    """A layer whose bottleneck is recomputed: its block's name, its position there, and the multiplications that are
+    spared if it is saved."""
+
+    block: str
+    position: int
+    work: int
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,14 @@ def keep(model: nn.Module, plan: BudgetPlan) -> None:
     _keep(unwrapped(model), plan.kept)
 
 
+def _positions(layers: Sequence[Recomputed]) -> dict[str, tuple[int, ...]]:
+    """The positions of the layers in each block, in order."""
+    kept = dict[str, tuple[int, ...]]()
+    for each in layers:
+        kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
+    return kept
+
+
 def _keep(model: nn.Module, kept: dict[str, tuple[int, ...]]) -> None:
     for name, block in engine_blocks(model):
         block.keep_bottlenecks(kept.get(name, ()))
@@ -139,35 +155,36 @@ class Planner:
         self.step = traced.training_step(input_shape)
         self.smallest = traced.total(input_shape, self.step.tensor_peak)
         """The least budget with which a step is possible."""
-        self.order = list(in_order(self._layers(), self.step))
-        """The layers in the order in which they are taken, each with an upper bound of the step's peak after it."""
+        self.layers = self._layers_in_order()
 
     def plan(self, budget: int) -> BudgetPlan:
+        """The plan of as many layers as fit, by a bisection."""
         if budget < self.smallest:
             raise ValueError(self._what_would_fit(budget))
-        count = sum(1 for _, peak in self.order if self.traced.total(self.input_shape, peak) <= budget)
-        kept = kept_layers(each for each, _ in self.order[:count])
-        total = self.traced.total(self.input_shape, self._step_with(kept).tensor_peak) if kept else self.smallest
-        recomputed = sum(each.work for each, _ in self.order[count:])
-        return BudgetPlan(budget, total, kept, len(self.order), recomputed)
+        fits, total, too_many, count = 0, self.smallest, len(self.layers) + 1, len(self.layers)
+        while too_many - fits > 1:
+            _keep(self.traced.model, _positions(self.layers[:count]))
+            needed = total_memory_of_step(self.traced, self.input_shape)
+            if needed <= budget:
+                fits, total = count, needed
+            else:
+                too_many = count
+            count = (fits + too_many) // 2
+        _keep(self.traced.model, {})
+        recomputed = sum(each.work for each in self.layers[fits:])
+        return BudgetPlan(budget, total, _positions(self.layers[:fits]), len(self.layers), recomputed)
 
-    def _step_with(self, kept: dict[str, tuple[int, ...]]) -> StepMemory:
-        """A step in which these layers' bottlenecks are saved."""
-        _keep(self.traced.model, kept)
-        try:
-            return self.traced.training_step(self.input_shape)
-        finally:
-            _keep(self.traced.model, {})
-
-    def _layers(self) -> Iterator[Recomputed]:
-        """The layers that the shared engine runs and whose bottlenecks it is faster to save."""
-        itemsize = (self.traced.dtype or self.traced.own_dtype).itemsize
+    def _layers_in_order(self) -> list[Recomputed]:
+        """The layers that the shared engine runs and whose bottlenecks it is faster to save, in the order in which they
+        are taken."""
+        by_block = dict[str, list[Recomputed]]()
         for name, i, layer in dense_layers(self.traced.model):
-            weight = layer.conv1.weight
-            values = layer.conv1.out_channels * self.step.trace.pixels[memory_key(weight)]
+            values = layer.conv1.out_channels * self.step.trace.pixels[memory_key(layer.conv1.weight)]
             spared = layer.conv1.in_channels - MULTIPLICATIONS_A_NUMBER  # of each value's multiplications
             if layer.conv2 is not None and values and spared > 0:
-                yield Recomputed(name, i, self.traced.parts[weight], values * itemsize, values * spared)
+                by_block.setdefault(name, []).append(Recomputed(name, i, values * spared))
+        blocks = reversed(by_block.values())
+        return [layer for layers in blocks for layer in sorted(layers, key=lambda each: each.work, reverse=True)]
 
     def _what_would_fit(self, budget: int) -> str:
         images, *shape = self.input_shape

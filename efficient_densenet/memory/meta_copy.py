@@ -2,7 +2,6 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,13 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         raise ValueError(
             "found parameters that are sharded among processes: ask for the model's memory before it is sharded"
         )
-    memo: dict[int, Any] = {id(tensor): _to_meta(tensor) for tensor in [*tensors, *_other_tensors(model)]}
+    # Modules may have tensors as ordinary attributes too.
+    tensors += [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+    memo = dict[int, Any]()
+    for tensor in tensors:
+        data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
     for module in model.modules():
         for hooks in hook_dicts(module):
             memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)
@@ -43,17 +48,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
         inside: Any = model._orig_mod if hasattr(model, "_orig_mod") else model.module
         model = inside
     return model
-
-
-def _other_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors that modules have as ordinary attributes."""
-    for module in model.modules():
-        yield from (value for value in vars(module).values() if isinstance(value, Tensor))
-
-
-def _to_meta(tensor: Tensor) -> Tensor:
-    data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
 
 
 def _no_hook(*arguments: Any, **keywords: Any) -> None:

@@ -142,58 +142,62 @@ class MetaModel:
         return round((MARGIN if is_shared else ONEDNN_MARGIN) * tensor_peak)
 
     def training_step(self, input_shape: Shape) -> StepMemory:
-        """The forward, the loss and the backward of a step.
+        """The forward, the loss and the backward of a step."""
+
+        def step(x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> None:
+            loss = self.loss(self.model(x))
+            functions.conversions.clear()
+            if not loss.requires_grad:
+                raise ValueError("found no parameter that requires a gradient: there is no training step")
+            mode.start_backward()
+            with torch.autocast("cpu", enabled=False):
+                backward_inside_function_modes(loss)
+
+        mode = self._run(step, "training step", input_shape)
+        trace, peaks = mode.trace, dict[str, int]()
+        for moment in trace.moments:
+            peaks[moment.part] = max(moment.bytes, peaks.get(moment.part, 0))
+        stages = tuple(StageMemory(name, saved, peaks.get(name, 0)) for name, saved in mode.saved_by_part.items())
+        return StepMemory(trace.peak, trace.saved, stages, trace)
+
+    def inference(self, input_shape: Shape) -> int:
+        """The tensor peak of a forward in evaluation mode without gradients."""
+
+        def forward(x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> None:
+            training = [module for module in self.model.modules() if module.training]
+            try:
+                self.model.eval()
+                with torch.no_grad():
+                    self.model(x)
+            finally:
+                for module in training:
+                    module.training = True
+
+        return self._run(forward, "inference", input_shape).trace.peak
+
+    def _run(self, function: Callable[..., None], name: str, input_shape: Shape) -> MemoryMode:
+        """The mode that has seen the operations of `function`.
 
         They run in a thread of their own, in which the caller's contexts (autocast, no_grad, hooks of saved tensors, a
         checkpoint's recomputation) do nothing.
         """
-        return self._run(self._training_step, input_shape)
-
-    def inference(self, input_shape: Shape) -> int:
-        """The tensor peak of a forward in evaluation mode without gradients."""
-        return self._run(self._inference, input_shape)
-
-    def _run(self, function: Callable[..., Any], input_shape: Shape) -> Any:
-        x = self._input(input_shape)
-        kind, shape = function.__name__.strip("_").replace("_", " "), "×".join(map(str, x.shape))
-        logger.info("tracing: %s on %s, engine %s", kind, shape, engine_of(self.model))
+        x, functions = self._input(input_shape), MetaFunctions(self.device_type)
+        logger.info("tracing: %s on %s, engine %s", name, "×".join(map(str, x.shape)), engine_of(self.model))
         mode = MemoryMode(self.device_type, [*self.held, x], self.parts)
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._traced, function, x, mode).result()
 
-    def _traced(self, function: Callable[..., Any], x: Tensor, mode: MemoryMode) -> Any:
-        functions = MetaFunctions(self.device_type)
+        def traced() -> None:
+            autocast = torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
+            with meta_stands_for(self.device_type), no_warnings(), functions, mode, autocast:
+                function(x, functions, mode)
+
         try:
-            with meta_stands_for(self.device_type), no_warnings(), functions, mode:
-                return function(x, functions, mode)
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(traced).result()
         except (RuntimeError, NotImplementedError) as error:
             is_too_large = "overflow" in str(error).lower()
             message = _TOO_LARGE if is_too_large else f"{error}; so the memory of a step is not known"
             raise ValueError(message) from error
-
-    def _training_step(self, x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> StepMemory:
-        with self._autocast():
-            loss = self.loss(self.model(x))
-        functions.conversions.clear()
-        if not loss.requires_grad:
-            raise ValueError("found no parameter that requires a gradient: there is no training step")
-        mode.start_backward()
-        backward_inside_function_modes(loss)
-        return _step_memory(mode)
-
-    def _inference(self, x: Tensor, functions: MetaFunctions, mode: MemoryMode) -> int:
-        training = [module for module in self.model.modules() if module.training]
-        try:
-            self.model.eval()
-            with torch.no_grad(), self._autocast():
-                self.model(x)
-        finally:
-            for module in training:
-                module.training = True
-        return mode.trace.peak
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast("cpu", self.dtype, enabled=self.dtype is not None)
+        return mode
 
     @torch.inference_mode(False)
     def _input(self, input_shape: Shape) -> Tensor:
@@ -278,14 +282,6 @@ def parts_of_model(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
 
 def _parent(name: str) -> str:
     return name.rpartition(".")[0]
-
-
-def _step_memory(mode: MemoryMode) -> StepMemory:
-    trace, peaks = mode.trace, dict[str, int]()
-    for moment in trace.moments:
-        peaks[moment.part] = max(moment.bytes, peaks.get(moment.part, 0))
-    stages = tuple(StageMemory(name, saved, peaks.get(name, 0)) for name, saved in mode.saved_by_part.items())
-    return StepMemory(trace.peak, trace.saved, stages, trace)
 
 
 def _nbytes(tensors: Any) -> int:

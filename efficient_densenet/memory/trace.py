@@ -107,8 +107,9 @@ class MemoryMode(TorchDispatchMode):
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
             self._add(tensor)
-        if self.device_type == "cpu":
-            self._add_temporary(_temporary_bytes(func.overloadpacket, args, output))
+        temporary = _temporary_bytes(func.overloadpacket, args, output) if self.device_type == "cpu" else 0
+        if temporary:
+            self.trace.moments.append(Moment(self.current + temporary, self.part, self.is_backward))
         return output
 
     def _add(self, tensor: Tensor) -> None:
@@ -121,7 +122,8 @@ class MemoryMode(TorchDispatchMode):
         if self.device_type == "cuda":
             size = _rounded(size, CUDA_ALLOCATION)
         self.known.add(address)
-        self._allocate(size)
+        self.current += size
+        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
         if not self.is_backward:
             self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + size
         weakref.finalize(storage, self._remove, address, size, None if self.is_backward else self.part).atexit = False
@@ -131,16 +133,6 @@ class MemoryMode(TorchDispatchMode):
         self.current -= size
         if part is not None and not self.is_backward:
             self.saved_by_part[part] -= size
-
-    def _allocate(self, size: int) -> None:
-        self.current += size
-        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
-
-    def _add_temporary(self, size: int) -> None:
-        """Count what an operation allocates and frees itself."""
-        if size:
-            self._allocate(size)
-            self.current -= size
 
 
 def _temporary_bytes(operation: Any, args: tuple[Any, ...], output: Any) -> int:
