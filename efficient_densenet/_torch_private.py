@@ -198,6 +198,21 @@ def memory_key(tensor: Tensor) -> int:
         return id(base)
 
 
+_select_conv_backend = _private("_C._select_conv_backend", SHARED)
+_backend_memory_format = _private("_C._conv_determine_backend_memory_format", SHARED)
+
+
+def convolution_memory_format(
+    x: torch.Tensor, weight: torch.Tensor, padding: int, dilation: int
+) -> torch.memory_format:
+    """Return the memory format of the output of a convolution, whose values are not read."""
+    ones, zeros = [1] * (x.dim() - 2), [0] * (x.dim() - 2)
+    paddings, dilations = [padding for _ in ones], [dilation for _ in ones]
+    return _backend_memory_format(
+        x, weight, _select_conv_backend(x, weight, None, ones, paddings, dilations, False, zeros, 1)
+    )
+
+
 _disabled_torch_dispatch = _private("_C._disabled_torch_dispatch_impl", SHARED)
 
 

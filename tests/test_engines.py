@@ -51,6 +51,38 @@ def test_dropout_draws_plain_s_numbers_in_any_memory_format(engine, channels, of
     assert_same_step(efficient, plain, x)
 
 
+def _stored_as_hwoi(weight: torch.Tensor) -> torch.Tensor:
+    return weight.movedim((0, 1), (-2, -1)).contiguous().movedim((-2, -1), (0, 1))
+
+
+@pytest.mark.parametrize(("threads", "onednn"), [(1, True), (2, True), (2, False)])
+@pytest.mark.parametrize("changed", ["conv1", "conv2", "denselayer1.conv"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (2, torch.float32), (3, torch.float32)])
+def test_dropout_draws_plain_s_numbers_with_weights_in_any_order(dims, dtype, channels_last, changed, threads, onednn):
+    """PyTorch chooses the memory format of a convolution by threads and settings too."""
+    plain = DenseBlock(3, 3, 4, 4, drop_rate=0.3, efficient=False, dims=dims).to(dtype)
+    x = torch.randn(2, 3, *[5] * dims, dtype=dtype)
+    x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()]) if channels_last else x
+    expected, before = [], (torch.get_num_threads(), torch.backends.mkldnn.enabled)
+    try:
+        torch.set_num_threads(threads)
+        torch.backends.mkldnn.enabled = onednn
+        for change in (_stored_as_hwoi, lambda weight: weight.contiguous(memory_format=CHANNELS_LAST[x.dim()])):
+            for name, parameter in plain.named_parameters():
+                if changed in name:
+                    parameter.data = change(parameter.data)
+            shared = copy.deepcopy(plain)
+            shared.engine = choose.Engine.SHARED
+            for model in (plain, shared):
+                torch.manual_seed(1)
+                expected.append(model(x).detach())
+            torch.testing.assert_close(expected.pop(), expected.pop(), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.set_num_threads(before[0])
+        torch.backends.mkldnn.enabled = before[1]
+
+
 @pytest.mark.parametrize("part", [(..., slice(2, 8)), (slice(None), slice(6), slice(1, 5)), (..., slice(1))], ids=str)
 @pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (3, torch.float32)])
 def test_a_part_of_a_larger_tensor_has_the_memory_format_of_its_strides(part, dims, dtype):

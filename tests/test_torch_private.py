@@ -136,6 +136,14 @@ def test_memory_key():
     assert memory_key(sparse) == memory_key(sparse) != memory_key(y.to_sparse())
 
 
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+def test_convolution_memory_format(of_weight):
+    x, weight = torch.ones(2, 3, 5, 5), torch.ones(4, 3, 3, 3).contiguous(memory_format=of_weight)
+    actual = _torch_private.convolution_memory_format(x, weight, 2, 2)
+    assert F.conv2d(x, weight, padding=2, dilation=2).is_contiguous(memory_format=actual)
+    assert actual == of_weight
+
+
 def test_without_dispatch_modes():
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):

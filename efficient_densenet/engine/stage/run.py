@@ -1,24 +1,26 @@
 """The plan of a stage, from the modules of a block and its consumer: its specification, and where its tensors are."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._compilers import specialized
-from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, device_type, memory_format_of
+from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
+from ..._torch_private import convolution_memory_format
 from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..operator import run_operator
+from ..operator import are_ordinary, run_operator
 from ..parts import BlockParts, ConsumerParts, LayerParts, Place, activation_spec, place_of
 from ..sharded import run_inside
 from .block_features import remember_features, stored_features
 from .forward import StageInputs
 from .operator import STAGE
 from .running_statistics import NormUpdate, RunningStatistics
-from .spec import ConsumerSpec, LayerSpec, StageSpec
+from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec
 
 
 class StageFormats(NamedTuple):
@@ -41,7 +43,7 @@ class StagePlan:
         places: where the parameters of the modules are, four for each norm, as in `NormConv`, then running_mean and
             running_var of each frozen norm.
         sharded: the modules that the stage runs inside of.
-        dropouts: the function, the rate and the position of the weight before it, for each layer with dropout.
+        dropouts: the layer's number, the function and the rate, for each layer with dropout.
     """
 
     def __init__(
@@ -70,11 +72,7 @@ class StagePlan:
         self.num_parameters = len(self.places)
         self.places += running
         self.statistics = RunningStatistics(updates)
-        self.dropouts = [
-            (layer.dropout, layer.drop_rate, self.spec.layer_tensors(i).stop - 2)
-            for i, layer in enumerate(block.layers)
-            if layer.drop_rate
-        ]
+        self.dropouts = [(i, layer.dropout, layer.drop_rate) for i, layer in enumerate(block.layers) if layer.drop_rate]
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -114,28 +112,49 @@ class StagePlan:
     def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """For each layer with dropout, a mask of the kept values. It is drawn by dropout of ones, in the shape and the
         memory format of the plain layer's output, so that the random numbers are the plain layer's."""
-        size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
-        masks = []
+        if not self.dropouts:
+            return []
+        masks, formats = [], [self.spec.memory_format(x)] * len(self.spec.layers)
         with torch.no_grad():
-            for dropout, drop_rate, position in self.dropouts:
-                memory_format = self._output_memory_format(tensors[position], x)
-                ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=memory_format)
+            if not torch.compiler.is_compiling() and are_ordinary(x) and x.device.type != "meta":
+                weights = tensors[2 : self.spec.consumer_tensors.start : len(NormConv._fields)]
+                layouts = tuple((weight.shape, weight.stride()) for weight in weights if weight is not None)
+                flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.get_num_threads()
+                formats = _output_formats(self.spec, x.shape, x.device, layouts, flags)
+            size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
+            for i, dropout, drop_rate in self.dropouts:
+                ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=formats[i])
                 masks.append(dropout(ones.fill_(1), drop_rate) != 0)
         return masks
-
-    def _output_memory_format(self, weight: Any, x: Tensor) -> torch.memory_format:
-        """The format of the plain layer's output: channels_last if the input or the weight of its convolution is, but
-        for volumes in float64 on a CPU, which oneDNN does not convolve."""
-        if x.dim() == 5 and self.spec.torch_dtype is torch.float64 and device_type(x) == "cpu":
-            return torch.contiguous_format
-        weight_is_channels_last = x.dim() in CHANNELS_LAST and weight.stride(1) == 1
-        return CHANNELS_LAST[x.dim()] if weight_is_channels_last else self.spec.memory_format(x)
 
     def _finished(self, output: Tensor) -> Tensor:
         """Apply the operations after the consumer's convolution, such as another pooling, with ordinary autograd."""
         if self.spec.consumer is not None and self.spec.consumer.pools:
             output = as_dtype(output, average_pool_dtype(output))
         return output if self.after is None else self.after(output)
+
+
+@lru_cache(maxsize=256)
+def _output_formats(
+    spec: StageSpec, size: torch.Size, device: torch.device, weights: Sequence[tuple], flags: tuple
+) -> list[torch.memory_format]:
+    """The memory format of each plain layer's output on an input of this size, as PyTorch chooses it, by sizes and
+    process-wide flags too. `weights` are shapes and strides."""
+    formats, of_features, layouts = [], CHANNELS_LAST.get(len(size)), iter(weights)
+    if of_features is None or not spec.channels_last:
+        of_features = torch.contiguous_format
+    options = {"dtype": spec.torch_dtype, "device": device}
+    for layer in spec.layers:
+        output_format = of_features
+        for dilation in (1, layer.dilation)[not layer.width :]:
+            shape, stride = next(layouts)
+            x = torch.empty(size[0], shape[1], *size[2:], memory_format=output_format, **options)
+            weight = torch.empty_strided(shape, stride, **options)
+            output_format = convolution_memory_format(x, weight, shape[-1] // 2 * dilation, dilation)
+        formats.append(output_format)
+        if output_format != of_features:  # features of two formats are concatenated into a contiguous tensor
+            of_features = torch.contiguous_format
+    return formats
 
 
 def _read_spec(
