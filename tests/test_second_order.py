@@ -169,7 +169,7 @@ def test_parameters_that_functional_call_swaps_get_gradients_or_raise(engine, fa
         swapped = {name: (p.detach() * 1.3).requires_grad_() for name, p in model.named_parameters()}
         loss = _squares(torch.func.functional_call(model, swapped, (x,)))
         if model is not plain and engine == "checkpoint":
-            with pytest.raises(RuntimeError, match="recomputed with other parameters than in the forward"):
+            with pytest.raises(RuntimeError, match="found other parameters of a"):
                 loss.backward()
             return
         loss.backward()

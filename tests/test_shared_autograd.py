@@ -268,7 +268,7 @@ def test_exceptions_leave_no_state_behind(failing, monkeypatch):
     loss = broken(x).sum() if failing == "backward" else None
     with monkeypatch.context() as patch:
         for module in (stage_forward, stage_backward):
-            patch.setattr(module, "conv1x1", _raise)
+            patch.setattr(module, "ImageConv", _raise)
         with pytest.raises(ZeroDivisionError):
             broken(x) if loss is None else loss.backward()
     assert torch.is_grad_enabled()

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import state, state_with
-from .._torch_private import functorch_is_active, saved_tensors_hooks_enabled
+from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import UpdatesOnce, update_once
 from .hooks import fire_once, may_stop_early
 
@@ -102,6 +102,7 @@ def checkpoint_call(
         function = MethodType(UpdatesOnce.forward, owner)  # it was bound before the norm was under the rule
     states = {module: {"training": module.training} | _buffers_that_are_read(module) for module in modules}
     is_selective, is_forward = state.is_selective or "context_fn" in options, True
+    parameters: list[dict[str, Any]] = []
 
     def run(*leaves: Any) -> Any:
         nonlocal is_forward
@@ -109,7 +110,10 @@ def checkpoint_call(
         if is_forward:
             is_forward = False
             with state_with(in_forward=True, is_selective=is_selective):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            parameters.extend(module._parameters.copy() for module in modules)
+            return result
+        _check_parameters(modules, parameters)
         # A backward inside `disable_checkpointing` checkpoints what the forward did.
         with state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective), _with_attributes(states):
             return function(*args, **kwargs)
@@ -118,6 +122,21 @@ def checkpoint_call(
     stops_early = early_stop and may_stop_early(modules)
     with offloading, nullcontext() if stops_early else set_checkpoint_early_stop(False):
         return torch_checkpoint(run, *leaves, use_reentrant=False, **options)
+
+
+def _check_parameters(modules: Sequence[nn.Module], parameters: Sequence[dict[str, Any]]) -> None:
+    """Raise RuntimeError if the modules have other parameters than in the forward, with which gradients would be wrong.
+
+    FSDP replaces those that it manages by gathered ones of equal values.
+    """
+    for module, before in zip(modules, parameters, strict=True):
+        now = module._parameters
+        if any(now.get(name) is not each for name, each in before.items()) and not is_managed_by_fsdp(module):
+            raise RuntimeError(
+                f"found other parameters of a {type(module).__name__} in the recomputation than in the forward: run "
+                "the backward before they are replaced, as torch.func.functional_call does when it returns, or do "
+                "not checkpoint"
+            )
 
 
 def _buffers_that_are_read(module: nn.Module) -> dict[str, Any]:

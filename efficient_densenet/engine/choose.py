@@ -21,7 +21,7 @@ from .. import kernels
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active, parameters_of
-from ..norms.sync_batch_norm import sync_group
+from ..norms.sync_batch_norm import is_synchronized, sync_group
 from . import layerwise, saving, stem
 from .changed_modules import must_be_called
 from .parts import EngineBlock, is_engine_block
@@ -152,7 +152,9 @@ def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[
     counts = saving.num_saved(sizes, x)
     if counts is not None:
         return dict(zip(blocks, zip(counts, kept, strict=True), strict=True))
-    return {} if any(must_be_called(block) for block in blocks) else None
+    # Each process of a sync group has sizes of its own, but must take part in the same collective operations.
+    cannot_be_plain = (must_be_called(block) or any(map(is_synchronized, block.modules())) for block in blocks)
+    return {} if any(cannot_be_plain) else None
 
 
 def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
