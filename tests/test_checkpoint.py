@@ -182,6 +182,7 @@ def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offload, monkey
     """The memory of the originals is freed, and the gradients are right."""
     copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda copied: copied)
     monkeypatch.setattr(call, "save_on_cpu", lambda pin_memory: copies)
+    monkeypatch.setattr(call, "ALREADY_OFFLOADED", ())
     net = network()
     y = tensor(5, 4).requires_grad_() * 2
     held = weakref.ref(y.untyped_storage())
@@ -458,3 +459,27 @@ def test_fake_and_meta_tensors(kind):
         RUNS["nested"](net, x).sum().backward()
         assert x.grad.shape == x.shape
         assert all(p.grad.shape == p.shape for p in net.parameters())
+
+
+def test_offloading_what_is_on_the_cpu_still_notices_a_change_in_place():
+    x = tensor(5, 4).requires_grad_() * 2
+    loss = checkpoint(network(), x, offload=True).square().sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_norms_behind_a_callable_object_are_found_among_many_references():
+    net, data = network(), [object() for _ in range(900)]
+
+    class Call:
+        def __call__(self, x):
+            return net(x)
+
+    call = Call()
+    call.tables = dict.fromkeys(range(900), data)  # pyright: ignore[reportAttributeAccessIssue]
+    (norm,) = (each for each in net.modules() if isinstance(each, nn.BatchNorm1d))
+    before = norm.num_batches_tracked.item()
+    checkpoint(call, tensor(5, 4).requires_grad_()).sum().backward()
+    assert norm.num_batches_tracked.item() == before + 1

@@ -83,6 +83,24 @@ def test_dropout_draws_plain_s_numbers_with_weights_in_any_order(dims, dtype, ch
         torch.backends.mkldnn.enabled = before[1]
 
 
+@pytest.mark.parametrize("dims", [2, 3])
+def test_dropout_draws_plain_s_numbers_after_a_bottleneck_of_one_channel(dims):
+    """PyTorch's batch norm returns it with contiguous strides."""
+    plain = DenseBlock(3, 3, 4, 1, drop_rate=0.3, efficient=False, dims=dims)
+    for layer in plain.children():
+        for tensor in (layer.conv1.weight, *layer.norm2.parameters(), *layer.norm2.buffers()):
+            tensor.data = tensor.data[:1] if tensor.dim() else tensor.data
+        layer.conv2.weight.data = layer.conv2.weight.data[:, :1].contiguous()
+    shared = copy.deepcopy(plain)
+    shared.engine = choose.Engine.SHARED
+    x = torch.randn(2, 3, *[5] * dims)
+    outputs = []
+    for model in (plain, shared):
+        torch.manual_seed(1)
+        outputs.append(model(x.contiguous(memory_format=CHANNELS_LAST[x.dim()])))
+    torch.testing.assert_close(*outputs)
+
+
 @pytest.mark.parametrize("part", [(..., slice(2, 8)), (slice(None), slice(6), slice(1, 5)), (..., slice(1))], ids=str)
 @pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (3, torch.float32)])
 def test_a_part_of_a_larger_tensor_has_the_memory_format_of_its_strides(part, dims, dtype):

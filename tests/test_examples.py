@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("default")]
 
 
 class Program(NamedTuple):
-    """Options beside --data and --out; the files of a run; the table, its columns of numbers, and the predictions."""
+    """Options beside --data and --out; the files of a run; its table, and columns of numbers of the predictions, or
+    of the table where there are none."""
 
     words: tuple[str, ...]
     files: tuple[str, ...]
@@ -33,7 +34,7 @@ PROGRAMS = {
         ("--image_size", "160", "--epochs", "2", "--batch_size", "8", "--resamples", "20"),
         ("predictions.csv", "roc.png", "gradcam/Effusion.png", "gradcam/Nodule.png", "config.json"),
         "auroc.csv",
-        ("auroc", "low", "high"),
+        ("Cardiomegaly", "Effusion", "Nodule"),
     ),
     "segmentation": Program(
         ("--model", "fc_densenet56", "--crop", "64", "--epochs", "1", "--whole_epochs", "1", "--overlays", "1"),
@@ -51,7 +52,7 @@ PROGRAMS = {
         ("--patch", "32", "32", "32", "--epochs", "2", "--accumulate", "2", "--maps", "1", "--resamples", "20"),
         ("predictions.csv", "confusion.png", "maps/*.nii.gz", "maps/*.png"),
         "results.csv",
-        ("sensitivity", "auroc", "low", "high"),
+        ("p few spots", "p many spots"),
     ),
 }
 
@@ -128,6 +129,9 @@ def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_pa
         run(monkeypatch, name, data, tmp_path / "parts", "--resume", "--learning_rate", "0.5")
     parts = run(monkeypatch, name, data, tmp_path / "parts", "--resume", "--engine", "plain")
     print(whole.to_string(), parts.to_string())
+    if "predictions.csv" in program.files:  # ranks of so few images change with the last digits
+        whole, parts = (pd.read_csv(tmp_path / run / "predictions.csv") for run in ("whole", "parts"))
+        assert len(whole) > 1
     for column in program.scores:
         np.testing.assert_allclose(whole[column], parts[column], atol=0.01)
     assert not list(tmp_path.rglob("*.tmp"))

@@ -23,13 +23,16 @@ from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tens
 from ..norms.batch_norm import UpdatesOnce, update_once
 from .hooks import fire_once, may_stop_early
 
+ALREADY_OFFLOADED = "cpu", "meta"
+"""The types of devices whose tensors are saved as they are: copies would miss changes in place."""
+
 ContextFn = Callable[[], tuple[AbstractContextManager, AbstractContextManager]]
 
 
 def checkpoint(
     function: Callable,
     *args: Any,
-    parameters: nn.Module | Iterable[Tensor | nn.Module] = (),
+    parameters: nn.Module | Iterable[Tensor | nn.Module] | None = (),
     use_reentrant: bool = False,
     offload: bool = False,
     early_stop: bool = True,
@@ -58,7 +61,7 @@ def checkpoint(
         warnings.warn("use_reentrant=True is ignored: use_reentrant=False computes the same gradients", stacklevel=2)
     options: dict[str, Any] = {} if context_fn is None else {"context_fn": context_fn}
     options |= {"preserve_rng_state": preserve_rng_state, "determinism_check": determinism_check, "debug": debug}
-    used = [parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters
+    used = [parameters] if isinstance(parameters, (nn.Module, Tensor)) else parameters or ()
     return checkpoint_call(function, args, kwargs, used, offload, early_stop, **options)
 
 
@@ -118,7 +121,10 @@ def checkpoint_call(
         with state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective), _with_attributes(states):
             return function(*args, **kwargs)
 
-    offloading = save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
+    # The hooks of an outer checkpoint save the tensors of an inner one.
+    on_device = any(isinstance(leaf, Tensor) and leaf.device.type not in ALREADY_OFFLOADED for leaf in leaves)
+    offloads = offload and on_device and not (state.in_forward or state.in_recomputation)
+    offloading = save_on_cpu(pin_memory=torch.cuda.is_available()) if offloads else nullcontext()
     stops_early = early_stop and may_stop_early(modules)
     with offloading, nullcontext() if stops_early else set_checkpoint_early_stop(False):
         return torch_checkpoint(run, *leaves, use_reentrant=False, **options)
@@ -174,8 +180,8 @@ def _modules_of(function: Callable, values: Iterable[Any]) -> list[Any]:
     seen: dict[int, Any] = {}
     referenced = [] if isinstance(owner, nn.Module) else [function]
     for _ in range(8):
-        referenced = [value for value in referenced if id(value) not in seen]
-        seen |= {id(value): value for value in referenced}
+        new = {id(value): value for value in referenced if id(value) not in seen}
+        referenced, seen = list(new.values()), seen | new
         found += (value for value in referenced if isinstance(value, nn.Module))
         referenced = [each for value in referenced for each in _references_of(value)]
     return list(dict.fromkeys(module for each in found for module in each.modules()))
@@ -187,7 +193,7 @@ def _references_of(value: Any) -> Sequence[Any]:
     if isinstance(value, FunctionType):
         global_values = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
         return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *global_values]
-    referents = gc.get_referents(value)
+    referents = [*gc.get_referents(value), vars(type(value)).get("__call__")]
     return () if len(referents) > 1000 else referents  # many are data
 
 

@@ -7,6 +7,7 @@ dtype. One that says nothing about the kernels is not kept: the next process tes
 are tested when they are first used.
 """
 
+import contextlib
 import faulthandler
 import functools
 import hashlib
@@ -235,7 +236,9 @@ def main(device: str, device_name: str, dtype: str, precision: str, activation: 
             raise CannotTestError(f"{found}: set CUDA_VISIBLE_DEVICES before Python starts")
         print(STARTED, flush=True)
         failure = find_failure(device, getattr(torch, dtype), precision, activation)
-        times = time_layer(device, getattr(torch, dtype), not failure) if activation == "relu" else ()
+        times: Sequence[float] = ()
+        with contextlib.suppress(RuntimeError):  # no memory is left, or a failure has ended the process's use of CUDA
+            times = time_layer(device, getattr(torch, dtype), not failure) if activation == "relu" else ()
         tested = Result(failure or "", seconds=times)
     except (CannotTestError, RuntimeError, AssertionError) as error:  # PyTorch finds no such device, or it is taken
         tested = Result(" ".join(str(error).split())[:300], certain=False)

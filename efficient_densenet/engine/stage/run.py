@@ -148,6 +148,8 @@ def _output_formats(
         output_format = of_features
         for dilation in (1, layer.dilation)[not layer.width :]:
             shape, stride = next(layouts)
+            if shape[1] == 1:  # PyTorch's batch norm returns one channel with contiguous strides
+                output_format = torch.contiguous_format
             x = torch.empty(size[0], shape[1], *size[2:], memory_format=output_format, **options)
             weight = torch.empty_strided(shape, stride, **options)
             output_format = convolution_memory_format(x, weight, shape[-1] // 2 * dilation, dilation)
