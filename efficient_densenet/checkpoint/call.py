@@ -55,7 +55,8 @@ def checkpoint(
         offload: save the tensor arguments in CPU memory until the backward.
         early_stop: end the recomputation when it has saved the last tensor that the forward saved for backward. Early
             stopping is also off inside `torch.utils.checkpoint.set_checkpoint_early_stop(False)`.
-        preserve_rng_state, context_fn, determinism_check, debug: as in torch's function.
+
+    `preserve_rng_state`, `context_fn`, `determinism_check` and `debug` are those of torch's function.
     """
     if use_reentrant:
         warnings.warn("use_reentrant=True is ignored: use_reentrant=False computes the same gradients", stacklevel=2)
