@@ -7,9 +7,11 @@ the old side parses. Of commands of sh blocks the scripts exist, and the options
 import ast
 import configparser
 import importlib.util
+import json
 import re
 import shlex
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,10 +280,28 @@ def test_the_reference_has_every_public_name():
         assert [name for name in module.__all__ if not re.search(rf"\b{name}\b", page)] in ([], ["__version__"])
 
 
+def test_each_claim_of_the_notebook_on_memory_holds(monkeypatch, request):
+    """In its short form; the next test runs it as a reader does."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)  # several would wait for one another where cores are busy
+    monkeypatch.setenv("PYTORCH_INTRO_CHECK_MODE", "1")
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")  # which it sets itself
+    cells = json.loads((ROOT / "docs" / "memory_tricks.ipynb").read_text())["cells"]
+    namespace: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), "memory_tricks.ipynb", "exec"), namespace)
+    assert namespace["CHECK"]
+
+
 @pytest.mark.exhaustive
-def test_the_notebook_runs():
+@pytest.mark.parametrize("name", ["first_steps", "memory_tricks"])
+def test_the_notebooks_run(name):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    notebook = nbformat.read(ROOT / "docs" / "first_steps.ipynb", as_version=4)
+    notebook = nbformat.read(ROOT / "docs" / f"{name}.ipynb", as_version=4)
     nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(ROOT)}}).execute()
-    shown = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
-    assert float(re.search(r"right on new pictures: (\d+)%", shown)[1]) >= 80
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert [output for output in outputs if output.get("name") == "stderr"] == []
+    shown = "".join(output.get("text", "") for output in outputs)
+    if name == "first_steps":
+        assert float(re.search(r"right on new pictures: (\d+)%", shown)[1]) >= 80

@@ -1,6 +1,6 @@
 """A hook of mkdocs: pages of the repository that are not in docs/, and links between the two.
 
-README.md, the other pages of OUTSIDE and the notebook become pages of the site. A link to any other file of the
+README.md, the other pages of OUTSIDE and the notebooks become pages of the site. A link to any other file of the
 repository leads to it at `repo_url`.
 """
 
@@ -19,6 +19,7 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "checkpoints/README.md": "trained.md",
     "docs/first_steps.ipynb": "first_steps.md",
+    "docs/memory_tricks.ipynb": "memory_tricks.md",
 }
 """Files of the repository, and the pages that they become."""
 SOURCES = {page: source for source, page in OUTSIDE.items()}
