@@ -1,4 +1,4 @@
-"""The models of the zoo for torch.hub: torch.hub.load("OWNER/efficient_densenet", "densenet121", num_classes=14)"""
+"""The models of the zoo for torch.hub, in a clone: torch.hub.load("its/path", "densenet121", source="local")"""
 
 import efficient_densenet
 

@@ -62,6 +62,11 @@ def test_a_backbone_applies_its_last_activation():
     assert_close(whole.forward_features(x), maps[-1], 1e-5)
 
 
+def test_torch_s_names_of_activations_are_taken():
+    for name in ("LeakyReLU", "GELU"):
+        assert type(DenseNet(block_config=(1,), activation=name).features.relu5) is getattr(nn, name)
+
+
 def test_an_unknown_activation_is_refused():
     with pytest.raises(ValueError, match=r"activation .*'swish'"):
         DenseNet(activation="swish")

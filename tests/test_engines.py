@@ -358,9 +358,13 @@ def test_numpy_numbers_are_numbers():
         assert decode(spec.encoded) == spec  # as compilers take it
 
 
-def test_images_of_bytes_are_refused():
+def test_inputs_of_other_kinds_are_refused():
     with pytest.raises(TypeError, match=r"found an input of torch.uint8, .* as by x.float\(\) / 255"):
         small_model("bc")(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+    with pytest.raises(TypeError, match=r"found a ndarray, .* needs a tensor: torch.as_tensor\(x\).float\(\)"):
+        small_model("bc")(torch.zeros(2, 3, 8, 8).numpy())
+    with pytest.raises(TypeError, match=r"found an input of torch.float64, but weights of torch.float32: give x.float"):
+        small_model("bc").float()(torch.zeros(2, 3, 8, 8, dtype=torch.float64))
 
 
 def test_settings_of_convolutions_and_poolings_may_be_lists():

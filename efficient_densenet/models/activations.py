@@ -21,6 +21,8 @@ _NAMED: dict[str, ActivationFactory] = {
     "mish": nn.Mish,
 }
 
+_NAMED |= {type(make()).__name__: make for make in _NAMED.values()}  # torch's names: "GELU", "LeakyReLU"
+
 RELU = _NAMED["relu"]
 
 

@@ -114,6 +114,8 @@ class DenseModel(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if records_sizes(x):  # a tracer would record the sizes of its example as the only ones allowed
             return
+        if not isinstance(x, Tensor):
+            raise TypeError(f"found a {type(x).__name__}, but this model needs a tensor: torch.as_tensor(x).float()")
         modules = modules_for(self.dims)
         if x.dim() != self.dims + 2 or x.shape[1] != self.in_channels:
             sides = ", ".join(modules.sides)
@@ -125,6 +127,8 @@ class DenseModel(nn.Module):
                 f"found an input of {x.dtype}, but this model needs floating-point numbers: convert and normalize it, "
                 "as by x.float() / 255"
             )
+        if x.dtype is torch.float64 and (dtype := next(self.parameters(), x).dtype) is not x.dtype:
+            raise TypeError(f"found an input of {x.dtype}, but weights of {dtype}: give x.float(), or a model.double()")
         if min(x.shape[2:]) < self.smallest_input:
             size, smallest = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [self.smallest_input] * self.dims))
             raise ValueError(

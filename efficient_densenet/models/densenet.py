@@ -44,9 +44,10 @@ class DenseNet(DenseModel):
         features_only: True for a backbone: the model returns a tuple of feature maps, and has no classifier.
         out_indices: which maps a backbone returns, as in `features`.
         maps: what they are, as in `features`.
-        activation: a name, "relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu" or "mish", or a class or
-            function that makes a module: `activation=lambda: nn.LeakyReLU(0.2)`. Modules keep the names `relu0` to
-            `relu5`, under which a PReLU's weights are in the state dict; its blocks run by `checkpoint`.
+        activation: a name, "relu", "relu6", "leaky_relu", "prelu", "elu", "silu", "gelu" or "mish", also as torch
+            writes it ("LeakyReLU"), or a class or function that makes a module: `activation=lambda: nn.LeakyReLU(0.2)`.
+            Modules keep the names `relu0` to `relu5`, under which a PReLU's weights are in the state dict; its blocks
+            run by `checkpoint`.
     """
 
     memory_budget: MemoryBudget | None = None  # also of models that were pickled by earlier versions
