@@ -97,7 +97,7 @@ def test_fire_refuses_what_is_no_option_before_anything_is_done(tmp_path):
 
 
 def test_a_model_that_is_evaluated_is_not_trained():
-    for option, value in {"resume": True, "overwrite": True, "weights": "cifar10", "freeze": "features"}.items():
+    for option, value in {"resume": True, "overwrite": True, "weights": "cifar10_jpeg", "freeze": "features"}.items():
         with pytest.raises(ValueError, match=f"found --evaluate and --{option}, but a model that is evaluated is not"):
             parse({"evaluate": True, option: value}, "best")
 

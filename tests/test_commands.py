@@ -73,7 +73,7 @@ def test_the_map_of_a_class_is_grad_cam_s(tmp_path):
 @pytest.mark.parametrize(
     ("model", "error"),
     [
-        ("nowhere", "nowhere does not exist: give a folder with model.pt and config.json.* densenet121, .*, cifar10"),
+        ("nowhere", "nowhere does not exist: give a folder with model.pt and .* densenet121, .*, cifar10_jpeg"),
         ("model.pt", "config.json cannot be read .No such file or directory., which says what the classes of model.pt"),
     ],
 )

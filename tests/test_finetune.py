@@ -212,6 +212,6 @@ def test_what_cannot_be_fine_tuned_is_refused_before_anything_is_written(words, 
 
 
 def test_the_directory_of_a_run_is_named_after_its_weights():
-    for weights, name in (("a/b", "b"), ("a/b/model.pt", "b"), ("a/theirs.pth", "theirs"), ("cifar10", "cifar10")):
+    for weights, name in (("a/b", "b"), ("a/b/model.pt", "b"), ("a/theirs.pth", "theirs"), (*TRAINED, *TRAINED)):
         options = parse({"weights": weights}, "best")
         assert run_folder(options) == Path("checkpoints") / f"digits_from_{name}"

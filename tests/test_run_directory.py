@@ -323,6 +323,6 @@ def test_out_of_memory_is_reported_with_what_to_change(tmp_path, monkeypatch):
 
 
 def test_weights_that_have_a_name_are_never_overwritten(tmp_path):
-    folder = TRAINED["cifar10"].folder
+    folder = TRAINED["cifar10_jpeg"].folder
     done = demo("cp_demo.py", *TINY, "--save", str(folder), "--overwrite", cwd=tmp_path)
-    refused(done, "has the weights called cifar10: give another --save")
+    refused(done, "has the weights called cifar10_jpeg: give another --save")

@@ -66,10 +66,10 @@ def test_its_transforms_classify_as_the_demos_do():
 @torch.no_grad()
 def test_the_committed_colors_classify_photographs():
     names = "airplane", "automobile", "frog", "ship", "truck"
-    prepare = weights_transforms("densenet_bc_100_12", "cifar10")
+    prepare = weights_transforms("densenet_bc_100_12", "cifar10_jpeg")
     images = torch.stack([prepare(Image.open(DEMOS / "pictures" / f"{name}.png")) for name in names])
-    probabilities = create_model("densenet_bc_100_12", weights="cifar10").eval()(images).softmax(1)
-    classes = weights_classes("densenet_bc_100_12", "cifar10")
+    probabilities = create_model("densenet_bc_100_12", weights="cifar10_jpeg").eval()(images).softmax(1)
+    classes = weights_classes("densenet_bc_100_12", "cifar10_jpeg")
     assert tuple(classes[i] for i in probabilities.argmax(1)) == names
     assert probabilities.amax(1).min() > 0.5
 

@@ -18,7 +18,7 @@ class TrainedWeights(NamedTuple):
         return CHECKPOINTS / self.directory
 
 
-TRAINED = {"cifar10": TrainedWeights("densenet_bc_100_12", "cifar10_jpeg_densenet_bc_100_12")}
+TRAINED = {"cifar10_jpeg": TrainedWeights("densenet_bc_100_12", "cifar10_jpeg_densenet_bc_100_12")}
 """The weights by the name that `weights=` and the demos' `--weights` take."""
 
 
