@@ -3,8 +3,7 @@
 from ._version import __version__
 from .adapt import conversion_report, make_efficient, register_block, restore
 from .checkpoint import CheckpointFunction
-from .models.backbone import features
-from .models.densenet import DenseNet
+from .models.densenet import DenseNet, features
 from .models.fc_densenet import FCDenseNet
 from .models.layers import DenseBlock, DenseLayer, Transition
 from .models.zoo import (

@@ -16,7 +16,7 @@ from torch import Tensor
 from ._checks import check_integer
 from ._images import UndecodableImage, image_files, open_image, to_channels, to_tensor
 from .models.densenet import DenseNet
-from .models.zoo import create_model
+from .models.zoo import build_configured, create_model
 from .weights.config import ModelConfig
 from .weights.load import load_weights
 from .weights.named import weights_classes, weights_transforms
@@ -103,7 +103,7 @@ def load_classifier(source: str) -> Classifier:
             f"it, or the name of weights: {', '.join((*PUBLISHED, *TRAINED))}"
         )
     config = ModelConfig.beside(weights)
-    model = config.build()
+    model = build_configured(config)
     load_weights(model, weights)
     return Classifier(model.eval(), config.transforms(), config.classes)
 

@@ -10,7 +10,7 @@ from efficient_densenet._tensors import compute_dtype
 from efficient_densenet.engine.choose import describe_plan
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.models.layers import DenseBlock
-from efficient_densenet.models.zoo import VARIANTS
+from efficient_densenet.models.zoo import VARIANTS, build_configured
 from efficient_densenet.weights.config import ModelConfig
 
 from . import files
@@ -34,7 +34,7 @@ def load_model(path: Path) -> tuple[DenseNet, ModelConfig]:
     """The trained model, in eval mode, of a run's folder or of a file of weights in one."""
     weights = weights_of(path)
     config = ModelConfig.beside(weights)
-    model = config.build()
+    model = build_configured(config)
     read_weights(weights, model)
     return model.eval(), config
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from efficient_densenet import __version__
+from efficient_densenet.models.zoo import build_configured
 from efficient_densenet.weights.trained import find_checkpoint
 
 from . import files, models
@@ -96,7 +97,7 @@ class Run:
         self.record = self._record()
         self.said = data_changes(state["data"], self.record["data"], options.accept_changed_data) if state else []
         self.said = [f"note: {change}" for change in self.said]
-        self.model = self.config.build(options.engine, options.keep_bottleneck).to(context.device)
+        self.model = build_configured(self.config, options.engine, options.keep_bottleneck).to(context.device)
         if pretrained:
             self.said += pretrained.load_into(self.model, self.dataset.classes)
         freeze_parameters(self.model, options.freeze)
@@ -189,7 +190,7 @@ class Run:
         self.position, self.rows = TrainingPosition(**state["position"]), list(state["rows"])
         if self.rows:
             weights = self.directory.folder / models.WEIGHTS  # which the end of the run needs
-            self.context.on_main(lambda: models.read_weights(weights, self.config.build()) and None)
+            self.context.on_main(lambda: models.read_weights(weights, build_configured(self.config)) and None)
         if self.position.step and state["data"]["train_images"] != len(self.dataset.train):
             self.said.append(f"note: epoch {self.position.epoch} begins anew, since its batches are others")
             self.position = TrainingPosition(self.position.epoch)

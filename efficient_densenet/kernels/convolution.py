@@ -79,7 +79,7 @@ def conv3x3_gradients(
     if _is_convolved_in_groups(images):
         tensors = torch.cat([grad_output, grad_output], 1), images, _in_groups(weight)
         grad_input, grad_weight = gradients(*tensors, dilation, needs_grad_weight, groups=2)
-        return grad_input, None if grad_weight is None else _joined_groups(grad_weight)
+        return grad_input, None if grad_weight is None else torch.cat(grad_weight.chunk(2), 1)
     return gradients(grad_output, images, weight, dilation, needs_grad_weight)
 
 
@@ -215,11 +215,6 @@ def _is_convolved_in_groups(images: Tensor) -> bool:
 def _in_groups(weight: Tensor) -> Tensor:
     """(out_channels, in_channels, ...) as the weight of two groups, (2 · out_channels, in_channels / 2, ...)."""
     return torch.cat(weight.chunk(2, 1))
-
-
-def _joined_groups(weight: Tensor) -> Tensor:
-    """The inverse of `_in_groups`."""
-    return torch.cat(weight.chunk(2), 1)
 
 
 def _has_two_slices_in_bfloat16(images: Tensor) -> bool:

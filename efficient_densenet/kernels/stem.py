@@ -83,7 +83,11 @@ def norm_activation_max_pool_backward(
     scattered to the maxima, times the activation's derivative."""
     values, norm, activation = input
     assert norm.mean is not None
-    slope, constant = (None, None) if norm.frozen else _grad_coefficients(values, norm, sums, count)
+    slope, constant = None, None
+    if not norm.frozen:
+        weighted = norm.grad_scale * torch.stack([sums.norm_bias, sums.norm_weight])
+        backward = BatchNormBackward(values, values, norm.inv_std, None, weighted, count)
+        slope, constant, _ = backward.coefficients()
     for tile in _tiles(values):
         centered, active = _centered(values, tile, norm.mean, memory_format_of(values)), indices[tile].long()
         # Not masked_fill, whose result is contiguous: in channels_last, the pooling would convert all other operands.
@@ -95,12 +99,6 @@ def norm_activation_max_pool_backward(
         if slope is not None and constant is not None:
             grad.addcmul_(centered, _by_channel(slope, tile, values)).add_(_by_channel(constant, tile, values))
         values[tile] = grad
-
-
-def _grad_coefficients(values: Tensor, norm: BatchNormAffine, sums: Gradients, count: int) -> tuple[Tensor, Tensor]:
-    weighted = norm.grad_scale * torch.stack([sums.norm_bias, sums.norm_weight])
-    slope, constant, _ = BatchNormBackward(values, values, norm.inv_std, None, weighted, count).coefficients()
-    return slope, constant
 
 
 def _pooled_tile(input: AffineInput, tile: Tile, pool: MaxPool) -> tuple[Tensor, Tensor]:

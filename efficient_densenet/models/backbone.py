@@ -1,17 +1,12 @@
-"""A DenseNet as a backbone: which feature maps it returns, and the description of each map.
+"""Which feature maps a backbone returns, and the description of each map.
 
 Maps have timm's numbers: map 0 is the stem's output before its pooling, and map i the output of dense block i.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch import nn
+from typing import Any
 
 from .._checks import check_choice
-
-if TYPE_CHECKING:
-    from .densenet import DenseNet
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """Which map a dense block returns: `raw`, its output; `normalised_rectified`, the output of the norm and the ReLU that
@@ -62,31 +57,6 @@ class FeatureInfo:
             names[len(self) - 1] = "norm5"
         info = [entry | ({"module": f"features.{names[i]}"} if i in names else {}) for i, entry in enumerate(self.info)]
         return FeatureInfo(info, _indices(out_indices, len(self)))
-
-
-def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
-    """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
-
-    Args:
-        model: a `DenseNet`, which does not change. Model and backbone share their parameters, training mode and
-            engine.
-        out_indices: 0 for the stem's map, i for block i, negative from the end; a single number n for the last n maps;
-            all maps by default.
-        maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
-            "timm" for timm's maps, which are raw except for the last map.
-
-    Examples:
-        >>> c2, c3, c4 = features(densenet121(), (2, 3, 4))(images)
-
-    torchvision's `BackboneWithFPN`, which runs modules one by one, takes `model.features` and {"denseblock2": "0", …}.
-    """
-    as_backbone = getattr(model, "as_backbone", None)
-    if as_backbone is None:
-        raise TypeError(
-            f"found a {type(model).__name__}, but features takes a DenseNet of this package: for another library's, "
-            "use its own features or torchvision.models.feature_extraction"
-        )
-    return as_backbone(out_indices, maps=maps)
 
 
 def _indices(out_indices: int | Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -136,16 +136,15 @@ class DenseModel(nn.Module):
                 "enlarge them, or use fewer blocks"
             )
         enough = self._smallest_input(2)
-        if len(x) == 1 and max(x.shape[2:]) < enough and self._trains_norms(self._last_block()):
+        if len(x) > 1 or max(x.shape[2:]) >= enough:
+            return
+        if any(isinstance(module, NORMS[self.dims]) and module.training for module in self._last_block().modules()):
             size, larger = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [enough] * self.dims))
             raise ValueError(
                 f"found a batch of one of {size}, whose smallest feature map is one pixel, but batch norm in training "
                 f"needs more than 1 value per channel: give two {modules.inputs} or more, or one of at least {larger}, "
                 "or call model.eval()"
             )
-
-    def _trains_norms(self, block: nn.Module) -> bool:
-        return any(isinstance(module, NORMS[self.dims]) and module.training for module in block.modules())
 
 
 def _described(model: nn.Module) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A budget that a model has been given before the shape of its inputs is known."""
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,15 +40,11 @@ class MemoryBudget:
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         engines = [block.engine for _, block in engine_blocks(model)]
         state = dtype, trained, [module.training for module in model.modules()], engines
-        if self._covers(state, shape):
+        planned = self._planned
+        if planned is not None and planned[0] == state and all(map(operator.le, shape, planned[1])):
             return
         from ..memory.budget import set_memory_budget
 
         precision = dtype if dtype is not x.dtype else None
         self.plan = set_memory_budget(model, self.size, shape, precision=precision)
         self._planned = state, shape
-
-    def _covers(self, state: Any, shape: tuple[int, ...]) -> bool:
-        if self._planned is None or self._planned[0] != state:
-            return False
-        return all(size <= planned for size, planned in zip(shape, self._planned[1], strict=True))

@@ -196,6 +196,31 @@ class DenseNet(DenseModel):
                 nn.init.zeros_(module.bias)
 
 
+def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> DenseNet:
+    """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
+
+    Args:
+        model: a `DenseNet`, which does not change. Model and backbone share their parameters, training mode and
+            engine.
+        out_indices: 0 for the stem's map, i for block i, negative from the end; a single number n for the last n maps;
+            all maps by default.
+        maps: "raw" for the blocks' outputs; "normalised_rectified" for the outputs of the norm and ReLU that follow;
+            "timm" for timm's maps, which are raw except for the last map.
+
+    Examples:
+        >>> c2, c3, c4 = features(densenet121(), (2, 3, 4))(images)
+
+    torchvision's `BackboneWithFPN`, which runs modules one by one, takes `model.features` and {"denseblock2": "0", …}.
+    """
+    as_backbone = getattr(model, "as_backbone", None)
+    if as_backbone is None:
+        raise TypeError(
+            f"found a {type(model).__name__}, but features takes a DenseNet of this package: for another library's, "
+            "use its own features or torchvision.models.feature_extraction"
+        )
+    return as_backbone(out_indices, maps=maps)
+
+
 def _check_architecture(
     growth_rate: Any, block_config: Any, compression: Any, num_init_features: Any, bn_size: Any
 ) -> None:

@@ -122,7 +122,11 @@ class FCFeatures(nn.Module):
         x, skipped = self.conv0(x), []
         for i in range(1, self.depth + 1):
             block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
-            x, features = _run_down(block, transition, x)
+            if block.can_join_stage:
+                x, features = choose.run_stage_with_features(block, transition, x)
+            else:
+                features = block(x)
+                x = transition(features)
             skipped.append(features)
             del features  # so that the upsampling path frees it
         x = self.get_submodule(f"denseblock{self.depth + 1}")(x)
@@ -159,14 +163,6 @@ class TransitionUp(nn.Module):
         for dim in range(2, self.dims + 2):
             x = x.narrow(dim, 0, skipped.shape[dim])
         return torch.cat([x, skipped], 1)
-
-
-def _run_down(block: nn.Module, transition: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The transition's output and the block's output."""
-    if block.can_join_stage:
-        return choose.run_stage_with_features(block, transition, x)
-    features = block(x)
-    return transition(features), features
 
 
 def _check_architecture(growth_rate: Any, block_config: Any, num_init_features: Any) -> None:

@@ -91,7 +91,10 @@ def build_features(
             channels = compressed
     features.add_module("norm5", NORMS[dims](channels))
     if make_activation is not RELU:  # features.relu5, which `forward` leaves to the model
-        features.add_module("relu5", _not_in_place(make_activation()))
+        activation_module: Any = make_activation()
+        if hasattr(activation_module, "inplace"):
+            activation_module.inplace = False
+        features.add_module("relu5", activation_module)
     info[-1] = _map_info(channels, strides[-1], "norm5")
     return features, FeatureInfo(info, range(len(info)))
 
@@ -130,12 +133,6 @@ def _stem(
         relu0=make_activation(),
         pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
     )
-
-
-def _not_in_place(activation: nn.Module) -> nn.Module:
-    if hasattr(activation, "inplace"):
-        vars(activation)["inplace"] = False
-    return activation
 
 
 def _map_info(channels: int, reduction: int, module: str) -> dict[str, Any]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 
+from .._checks import check
+from ..weights.config import DEPTH, ModelConfig
 from ..weights.load import load_weights
 from ..weights.named import find_weights
 from .arguments import THEIR_WORDS, DenseNetArguments, ModelArguments
@@ -117,6 +119,24 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     skip = _unused(model, name, overrides, theirs.get("num_classes"))
     model.weights_report = load_weights(model, named.source(), skip=skip, adapt_input=adapt_input)
     return model
+
+
+def build_configured(config: ModelConfig, engine: str = "best", keep_bottleneck: bool | None = None) -> DenseNet:
+    """The model of a training run."""
+    arguments: dict[str, Any] = {
+        "drop_rate": config.drop_rate,
+        "num_classes": len(config.classes),
+        "in_channels": config.channels,
+        "efficient": True if engine == "best" else engine,
+        "keep_bottleneck": keep_bottleneck,
+    }
+    if config.model is not None:
+        return create_model(config.model, **arguments)
+    if config.depth is None or config.growth_rate is None:
+        raise ValueError(f"found depth {config.depth} and growth rate {config.growth_rate}, but a model needs both")
+    check("depth", config.depth, DEPTH)
+    layers = (config.depth - 4) // 6  # the stem, two transitions and the classifier are the other four
+    return DenseNet(config.growth_rate, (layers,) * 3, num_init_features=2 * config.growth_rate, **arguments)
 
 
 def _variant(name: str) -> tuple[type[DenseNet] | type[FCDenseNet], dict[str, Any]]:

@@ -4,20 +4,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._checks import Rule, check, integer
+from .._checks import Rule, integer
 from .transforms import ImageTransform
 
-if TYPE_CHECKING:
-    from ..models.densenet import DenseNet
-
-
-def _is_depth(value: Any) -> bool:
-    return integer(10, 10_000).accepts(value) and (value - 4) % 6 == 0
-
-
-DEPTH = Rule("6n + 4, such as 22, 40 or 100", _is_depth)
+DEPTH = Rule("6n + 4, such as 22, 40 or 100", lambda depth: integer(10, 10_000).accepts(depth) and depth % 6 == 4)
 
 
 @dataclass(frozen=True)
@@ -57,25 +49,6 @@ class ModelConfig:
     @property
     def name(self) -> str:
         return self.model or f"DenseNet-BC-{self.depth}-{self.growth_rate}"
-
-    def build(self, engine: str = "best", keep_bottleneck: bool | None = None) -> "DenseNet":
-        from ..models.densenet import DenseNet  # the models import this package
-        from ..models.zoo import create_model
-
-        arguments: dict[str, Any] = {
-            "drop_rate": self.drop_rate,
-            "num_classes": len(self.classes),
-            "in_channels": self.channels,
-            "efficient": True if engine == "best" else engine,
-            "keep_bottleneck": keep_bottleneck,
-        }
-        if self.model is not None:
-            return create_model(self.model, **arguments)
-        if self.depth is None or self.growth_rate is None:
-            raise ValueError(f"found depth {self.depth} and growth rate {self.growth_rate}, but a model needs both")
-        check("depth", self.depth, DEPTH)
-        layers = (self.depth - 4) // 6  # the stem, two transitions and the classifier are the other four
-        return DenseNet(self.growth_rate, (layers,) * 3, num_init_features=2 * self.growth_rate, **arguments)
 
     def transforms(self) -> ImageTransform:
         return ImageTransform(self.image_size, self.mean, self.std, self.value_range)

@@ -46,9 +46,11 @@ class FileWeights(NamedTuple):
 
 def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     """Find the weights for the variant `name` of the zoo; raise ValueError for a wrong name, and download nothing."""
-    if isinstance(weights, os.PathLike) or (isinstance(weights, str) and weights not in TRAINED and _is_path(weights)):
+    if isinstance(weights, os.PathLike):
         return FileWeights(Path(weights))
     trained = TRAINED.get(weights) if isinstance(weights, str) else None
+    if trained is None and isinstance(weights, str) and (os.sep in weights or os.path.isfile(weights)):
+        return FileWeights(Path(weights))
     if trained is not None:
         if trained.model != name:
             raise ValueError(f"the weights {weights!r} are for {trained.model}, and not for {name}: build that model")
@@ -59,7 +61,3 @@ def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     if name not in PUBLISHED:
         raise ValueError(f"torchvision has no weights for {name!r}, but for {', '.join(PUBLISHED)}: leave weights out")
     return find_published(name, weights)
-
-
-def _is_path(text: str) -> bool:
-    return os.sep in text or os.path.isfile(text)

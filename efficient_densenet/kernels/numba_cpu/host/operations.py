@@ -196,16 +196,21 @@ def _conv_backward(
     next_weight = None if next_bottleneck is None else next_bottleneck.weight
     tiles = tiling.for_backward(len(input.values), weight, accumulator.needs_grad_weight, window, next_weight)
     grads, memory = _new_gradients(input, accumulator, weight), new_scratch(tiles, weight)
+    start, grad_weight = Within(memory, 0), grads.conv_weight
     if isinstance(grad_output, Tensor):
         rows, output, norm = len(grad_output), grad_output.contiguous(), absent(arguments.BatchNormBackwardRecord)
     else:
-        vectors = Within(memory, tiles.grad_vectors)
-        rows, output, norm = len(input.values), 0, arguments.BatchNormBackwardRecord.of(grad_output, vectors)
+        norm = arguments.BatchNormBackwardRecord.of(grad_output, start + tiles.grad_vectors)
+        rows, output = len(input.values), 0
     next_conv = next_bottleneck and _conv(*next_bottleneck, memory, tiles, is_next=True)
     record = (
         *(*openmp_functions(), rows, tiles.rows, memory, tiles.thread_stride),
         *(*(images or absent(arguments.Images)), dilation, window),
-        *_conv_backward_fields(input, weight, accumulator, grads, memory, tiles),
+        *arguments.AffineInputRecord.of(input, start + tiles.vectors, _activation(input, weight.dtype)),
+        *arguments.PackedWeight.of(weight, start + tiles.panels, True, gemm_address(weight)),
+        *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
+        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
+        *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
         *(output, *norm, *(next_conv or absent(arguments.ConvForward))),
     )
     launch(kernels.conv_backward, weight, tiles.threads, record)
@@ -271,24 +276,6 @@ def _conv(
         *arguments.AffineInputRecord.of(input, start + vectors, _activation(input, weight.dtype)),
         *arguments.PackedWeight.of(weight, start + panels, False, gemm_address(weight)),
         *arguments.Matrix.output(output),
-    )
-
-
-def _conv_backward_fields(
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    grads: Gradients,
-    memory: Tensor,
-    tiles: Tiles,
-) -> Fields:
-    start, grad_weight = Within(memory, 0), grads.conv_weight
-    return (
-        *arguments.AffineInputRecord.of(input, start + tiles.vectors, _activation(input, weight.dtype)),
-        *arguments.PackedWeight.of(weight, start + tiles.panels, True, gemm_address(weight)),
-        *arguments.GradAccumulatorRecord.of(accumulator, input.norm, start + tiles.vectors),
-        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, start + tiles.partials),
-        *(absent(arguments.GradWeight) if grad_weight is None else (start + tiles.grad_weight, grad_weight)),
     )
 
 

@@ -110,7 +110,9 @@ def norm_activation_max_pool_backward(
     constants["FROZEN"] = norm.frozen
     constants["num_warps"] = 4 if constants["CHANNELS_LAST"] else 8  # a row has many pixels: half as many registers
     vectors = norm_vectors(norm)[0]
-    num_rows = len(values) * math.prod(map(_cells, values.shape[2:], pool.padding, pool.stride))
+    # A row is a stride of pixels, of an image with the padding before it, but not after it.
+    sides = zip(values.shape[2:], pool.padding, pool.stride, strict=True)
+    num_rows = len(values) * math.prod(cdiv(size + padding, stride) for size, padding, stride in sides)
     grid, sizes = _tiles(num_rows, values.shape[1], constants), (*values.shape[1:], *pool.pooled_size(values.shape[2:]))
     grads = sums.norm_weight.contiguous(), sums.norm_bias.contiguous()
     tensors = values, indices, grad_output, values, *vectors, *grads
@@ -137,11 +139,6 @@ def _pool_constants(pool: MaxPool) -> dict[str, int]:
 def _tiles(num_rows: int, channels: int, constants: dict[str, Any]) -> tuple[int, int]:
     """Tiles of rows and of channels."""
     return cdiv(num_rows, constants["BLOCK_ROWS"]), cdiv(channels, constants["BLOCK_CHANNELS"])
-
-
-def _cells(size: int, padding: int, stride: int) -> int:
-    """The number of strides in a side with the padding before it, but not after it."""
-    return cdiv(size + padding, stride)
 
 
 def _rows(images: Tensor) -> int:
