@@ -5,7 +5,8 @@
     python benchmarks/table.py --write README.md,docs/benchmarks.md,docs/cifar.md
 
 In a document, a comment above each table contains its command. --check lists the commands whose tables differ. The
-caption says where the rows were measured, at which commit, and whether the engine has changed much since.
+caption says where the rows were measured, at which commit, and whether the engine has changed much since. Threads,
+allocator and precision stand there too where all rows have the same: a phone has no room for a column of them.
 """
 
 import functools
@@ -22,7 +23,7 @@ from comparison import OUT_OF_MEMORY
 from methods import METHODS, as_list
 from options import parse_arguments, run_command
 
-HEADER = ("| model, batch | method | devices | memory | time |", "|---|---|---|---:|---:|")
+HEADER = ["model, batch", "method", "devices", "memory", "time"], ["---", "---", "---", "---:", "---:"]
 ENGINE = "efficient_densenet/engine", "efficient_densenet/kernels"
 LINES = 300
 AGE = f" (`engine/` and `kernels/` changed by more than {LINES} lines since)"
@@ -77,13 +78,21 @@ def render(
     groups = list(dict.fromkeys(map(_group, rows)))
     order = selected.get("method", list(METHODS))
     rows.sort(key=lambda row: (groups.index(_group(row)), order.index(row["method"])))
-    return "\n".join([*HEADER, *map(_line, rows), "", provenance(rows)])
+    alike = len(set(map(devices, rows))) == 1
+    lines = [f"| {' | '.join(cells[:2] + cells[2 + alike :])} |" for cells in (*HEADER, *map(_cells, rows))]
+    return "\n".join([*lines, "", provenance(rows, alike)])
 
 
-def provenance(rows: Iterable[results.Row]) -> str:
-    """A caption with the device, PyTorch, date and commit of the rows, and their age."""
+def provenance(rows: Iterable[results.Row], alike: bool) -> str:
+    """A caption with the device, PyTorch, date and commit of the rows, and their age; where all ran on devices that are
+    set up alike, with that too."""
+
+    def place(row: results.Row) -> str:
+        name = row["device_name"]
+        return name if not alike else f"{devices(row) if name in devices(row) else f'{name}, {devices(row)}'},"
+
     runs = dict.fromkeys(
-        f"on {row['device_name']} with PyTorch {row['torch'].partition('+')[0]}, {row['date']}, commit "
+        f"on {place(row)} with PyTorch {row['torch'].partition('+')[0]}, {row['date']}, commit "
         + row["commit"].replace("+", " with uncommitted changes")
         + (AGE if (lines_changed_since(row["commit"].rstrip("+")) or 0) > LINES else "")
         for row in rows
@@ -138,17 +147,16 @@ def _read(file: str) -> list[results.Row]:
     return rows
 
 
-def _line(row: results.Row) -> str:
+def _cells(row: results.Row) -> list[str]:
     peak = row["tensor_peak_mib"] and f"{round(float(row['tensor_peak_mib'])):,} MiB"
     seconds = row["step_s_median"] and _seconds(float(row["step_s_median"]))
-    cells = [
+    return [
         f"{row['model']}, {row['batch_size']}",
         f"`{row['method']}`",
         devices(row),
         _failure(row["note"]) or _with_ratio(peak, row["tensor_peak_over_plain"]),
         _with_ratio(seconds, row["time_over_plain_median"]),
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 def _failure(note: str) -> str:

@@ -52,9 +52,10 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert float(shared["process_peak_mib"]) > 0
     ratio = float(shared["step_s_median"]) / float(plain["step_s_median"])
     assert float(shared["time_over_plain_median"]) == pytest.approx(ratio, rel=0.05)
-    measured = f"Measured on {plain['device_name']} with PyTorch {torch.__version__.partition('+')[0]}, {plain['date']}"
+    measured = f"{table.devices(plain)}, with PyTorch {torch.__version__.partition('+')[0]}, {plain['date']}"
     shown = table.render([str(path)])
-    assert f"{measured}, commit {plain['commit'].removesuffix('+')}" in shown
+    assert f"Measured on {plain['device_name']}, {measured}, commit {plain['commit'].removesuffix('+')}" in shown
+    assert "| model, batch | method | memory | time |" in shown
     page = f"<!-- python benchmarks/table.py {path} -->\n{shown}\n\nText | that is no table\n"
     assert table.outdated(page) == []
     assert table.outdated(page.replace("`shared`", "`plain`")) == [str(path)]
