@@ -136,7 +136,7 @@ class DenseModel(nn.Module):
                 "enlarge them, or use fewer blocks"
             )
         enough = self._smallest_input(2)
-        if len(x) > 1 or max(x.shape[2:]) >= enough:
+        if len(x) != 1 or max(x.shape[2:]) >= enough:
             return
         if any(isinstance(module, NORMS[self.dims]) and module.training for module in self._last_block().modules()):
             size, larger = ("×".join(map(str, sizes)) for sizes in (x.shape[2:], [enough] * self.dims))
