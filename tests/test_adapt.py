@@ -134,7 +134,7 @@ def test_hooks_registered_before_and_after_conversion_fire_once_with_plain_s_val
         if each is model:
             make_efficient(model)
         hooked.register_forward_pre_hook(record)
-    assert not any(all_calls)  # the trial has called no hook
+    assert not any(all_calls)  # the trace has called no hook
     assert_same_training(model, plain, x)
     assert [len(calls) for calls in all_calls] == [9, 9]
     for ours, reference in zip(*all_calls, strict=True):

@@ -643,10 +643,10 @@ NOTICED: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("change", NOTICED)
 @pytest.mark.parametrize("copied", [None, copy.deepcopy, _pickled])
-def test_a_state_changed_after_the_trial_is_noticed_in_copies_too(change, copied, monkeypatch):
+def test_a_state_changed_after_the_trace_is_noticed_in_copies_too(change, copied, monkeypatch):
     block, plain = _block()
     assert [each.engine for each in convert_and_report(block).changed] == ["shared"]
-    monkeypatch.setattr("efficient_densenet.adapt.find.trial", None)  # no trial runs in a forward
+    monkeypatch.setattr("efficient_densenet.adapt.find.tracing", None)  # no trace runs in a forward
     twin = block if copied is None else copied(block)
     if change != "a lambda":  # before its first forward, too
         assert_same_training(twin, plain, block_batch())

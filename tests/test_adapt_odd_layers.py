@@ -122,7 +122,7 @@ CALLS: list[Callable[[nn.Module, Tensor], Tensor]] = [
     lambda block, x: _call(block, x, torch.float32, autocast=True),
     _with_double_as_default,
 ]
-"""Calls that a trial's input may not stand for."""
+"""Calls that a trace's input may not stand for."""
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -74,11 +74,11 @@ class _TakesMask(Block):
         return x
 
 
-def test_what_our_trial_cannot_call_is_said_as_the_trial_s_trouble_and_once():
+def test_what_our_trace_cannot_call_is_said_as_the_trace_s_trouble_and_once():
     report = convert_and_report(nn.ModuleList(_TakesMask() for _ in range(6)))
     assert len(report.unchanged) == 6
-    (line,) = (line for line in str(report).splitlines() if "our trial" in line)
-    assert line.startswith("  0, 1, 2 and 3 more: could not be tried: our trial calls it with one tensor of 6 channels")
+    (line,) = (line for line in str(report).splitlines() if "our trace" in line)
+    assert line.startswith("  0, 1, 2 and 3 more: could not be tried: our trace calls it with one tensor of 6 channels")
     assert "its forward seems to take something else (it raises TypeError: " in line
 
 
@@ -90,7 +90,7 @@ class _InSinglePrecision(LayerHalves):
 
 
 class _PadsByReflection(nn.Sequential):
-    """Needs more pixels than the trial's first input has."""
+    """Needs more pixels than the trace's first input has."""
 
     def __init__(self, channels: int) -> None:
         conv = nn.Conv2d(channels, GROWTH, 9, padding=4, padding_mode="reflect")
@@ -99,7 +99,7 @@ class _PadsByReflection(nn.Sequential):
 
 @pytest.mark.parametrize("layer", [_InSinglePrecision, _PadsByReflection])
 @pytest.mark.filterwarnings("ignore:falling back")
-def test_a_block_that_needs_another_trial_input_gets_it(layer):
+def test_a_block_that_needs_another_trace_input_gets_it(layer):
     block, x = Block(layer), block_batch().float().repeat(1, 1, 2, 2)
     plain = copy.deepcopy(block)
     (changed,) = convert_and_report(block).changed

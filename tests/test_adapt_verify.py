@@ -94,13 +94,13 @@ class _AlmostDense(nn.Module):
 
 
 REASONS = {
-    "scaled": "has other values in evaluation mode",
+    "scaled": r"has other values \(mul\) in evaluation mode",
     "order": "has other values in evaluation mode",
     "detached": "has other gradients in evaluation mode",
-    "stochastic depth": "has other random numbers or running statistics in training mode",
+    "stochastic depth": r"has other values \(mul\) in training mode",
     "two outputs": "returns a tuple, where a dense block returns a tensor",
-    "without the first output": r"returns \(14, 3, 3\) for a trial input, where a dense block .* returns \(18, 3, 3\)",
-    "fails": r"could not be tried: our trial calls it with one tensor of 6 channels .* raises RuntimeError: no\)$",
+    "without the first output": r"returns \(14, 3, 3\) of a small image, where a dense block .* returns \(18, 3, 3\)",
+    "fails": r"could not be tried: our trace calls it with one tensor of 6 channels .* raises RuntimeError: no\)$",
 }
 
 
@@ -268,7 +268,7 @@ class _MisreadBlock(_CustomBlock):
         return super().forward(x) + 1
 
 
-def test_a_registered_reader_is_verified_by_a_trial():
+def test_a_registered_reader_is_verified_by_a_trace():
     register_block(_CustomBlock, _custom_parts)
     report = convert_and_report(_MisreadBlock())
     assert not report

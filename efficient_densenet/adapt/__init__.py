@@ -1,7 +1,7 @@
 """DenseNets of other libraries, in place: `make_efficient(model)` runs every dense block in a model by our engines.
 
-A dense block is recognized by its structure and verified by a numerical trial: its own forward must compute the same
-results as its parts. The model stays the same object, with the same parameters, names and hooks; the class of a
+A dense block is recognized by its structure and verified by a trace: its own forward must compute the same
+expressions as its parts. The model stays the same object, with the same parameters, names and hooks; the class of a
 converted module becomes a subclass of the same name. `restore(model)` undoes the conversion.
 """
 

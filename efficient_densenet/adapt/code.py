@@ -1,6 +1,6 @@
 """The code of forwards: the values that it reads besides its input, and why it may compute something else next time.
 
-A trial verifies a block with the values that its forwards read then. So conversion takes code only in which every name
+A trace verifies a block with the values that its forwards read then. So conversion takes code only in which every name
 is known to stand for a function, a module, a tensor of a module, or a constant: a number, a string, or a collection of
 these. Constants are compared at every forward. Whatever else a forward reads (an object, a file, a generator of random
 numbers) may change unnoticed, and a forward that writes to anything but its own variables would do so again in a
@@ -36,7 +36,7 @@ from .known import (
 
 
 class DropRate(NamedTuple):
-    """A probability of dropout. If it was not 0 in the trial, any other probability is verified too: the trial tries
+    """A probability of dropout. If it was not 0 in the trace, any other probability is verified too: the trace tries
     several, with different ones in each dropout of a block."""
 
     value: float
@@ -109,7 +109,7 @@ class Code:
             self.names.add(name)
             if name in MODES:
                 self._refuse(
-                    f"asks PyTorch for {name}, of which a trial cannot try every value", name in MODES_RESTORED
+                    f"asks PyTorch for {name}, of which a trace cannot try every value", name in MODES_RESTORED
                 )
             for owner in (*self._authors, *self._owners):
                 if name in vars(owner):

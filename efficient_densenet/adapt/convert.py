@@ -19,7 +19,6 @@ from .converted import ConvertedBlock, convert_block, convert_whole, restore_blo
 from .errors import NotRunError, SideEffectError, VerificationError
 from .layer_parts import WHOLE, has_forward
 from .report import Changed, Report, saved_by_shared_engine
-from .sample import dimensions
 from .sequences import (
     BlocksInARow,
     ConvertedSequence,
@@ -28,7 +27,7 @@ from .sequences import (
     is_block,
     stages_of,
 )
-from .structure import count_layers, first_conv, layers_in, layers_in_a_row, looks_dense
+from .structure import count_layers, dimensions, first_conv, layers_in, layers_in_a_row, looks_dense
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -26,16 +26,15 @@ from ..norms.batch_norm import UpdatesOnce
 from .errors import VerificationError
 from .find import (
     Conversion,
-    find_by_trial,
+    find_by_trace,
     find_pattern,
-    of_one_tensor,
     restore_norms,
     update_norms_once,
 )
 from .layer_parts import WHOLE, ConnectionPattern
 from .layers import run_layers, run_whole_layers, skips_a_hook, unchanged, unshared
-from .sample import Sample
 from .structure import layers_in, may_be_called, patterns_by_calls, read_block
+from .trace import Sample
 from .verified import VerifiedModule
 
 
@@ -66,10 +65,10 @@ class ConvertedBlock(VerifiedModule):
         self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))
 
     def _verify_again(self) -> None:
-        """Find out by a trial how the block uses its layers, unless its state is unchanged since the last trial.
+        """Find out by a trace how the block uses its layers, unless its state is unchanged since the last trace.
 
-        This is for `make_efficient` alone. A forward compares states, and never runs a trial: other threads, processes
-        or a checkpoint around it would see the trial's parameters and operations.
+        This is for `make_efficient` alone. A forward compares states, and never runs a trace: other threads, processes
+        or a checkpoint around it would see the trace's parameters and operations.
         """
         if self.why_not_recompute() is None:
             return
@@ -146,7 +145,7 @@ class ConvertedBlock(VerifiedModule):
         return whole_layers or self._conversion.pattern
 
     def recompute_whole_layers(self) -> None:
-        """Let engines that recompute the first halves of layers recompute whole layers, if a trial finds out how.
+        """Let engines that recompute the first halves of layers recompute whole layers, if a trace finds out how.
 
         The layers' outputs are all they save then.
         """
@@ -157,7 +156,7 @@ class ConvertedBlock(VerifiedModule):
         if not calls:
             return
         with suppress(NoPartsError, VerificationError):
-            found = find_by_trial(self, super().forward, calls, None, [cast(Sample, self._conversion.sample)])
+            found = find_by_trace(self, super().forward, calls, None, [cast(Sample, self._conversion.sample)])
             self._conversion = replace(self._conversion, whole_layers=found.pattern, saved=found.saved)
 
     def _see_tracer(self, *args: Any) -> None:
@@ -207,7 +206,7 @@ def convert_whole(block: nn.Module, engine: Engine | None, reason: str) -> None:
     something else, raise `VerificationError`."""
     if not may_be_called(block):
         raise NoPartsError(reason)
-    _convert(block, engine, lambda: find_by_trial(block, of_one_tensor(block.forward), [WHOLE], reason))
+    _convert(block, engine, lambda: find_by_trace(block, block.forward, [WHOLE], reason))
 
 
 def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Conversion]) -> None:

@@ -1,4 +1,4 @@
-"""Find out by a trial how a block's forward uses its layers."""
+"""Find out by a trace how a block's forward uses its layers."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +20,10 @@ from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, undo_update_once
 from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
+from .expressions import Expression
 from .fingerprint import Fingerprint, fingerprint
 from .layer_parts import WHOLE, ConnectionPattern
 from .layers import run_layers, run_whole_layers
-from .sample import Sample, samples
 from .structure import (
     channels_read,
     layers_in,
@@ -33,9 +33,8 @@ from .structure import (
     read_block,
     with_calls,
 )
-from .trial import MODES, Result, Trial, trial
+from .trace import MODES, Sample, Trace, Tracer, describe_difference, samples, tracing
 from .verified import Verified
-from .verify import Results, describe_difference, saved_values_per_pixel
 
 
 @dataclass
@@ -45,9 +44,9 @@ class Conversion(Verified):
     Attributes:
         engine: the requested engine.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
-        pattern: how the block's forward uses its layers; None if a trial did not find a pattern.
+        pattern: how the block's forward uses its layers; None if a trace did not find a pattern.
         whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
-        sample: the input of the trial, if there was one.
+        sample: the input of the trace, if there was one.
         saved: the values per pixel that the author's forward, and recomputed whole layers, save for backward.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
@@ -86,71 +85,62 @@ def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_l
         raise NoPartsError(reason)
     parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
     if parametrized is not None:  # no engine runs by parts there
-        return find_by_trial(block, forward, [*by_calls, *by_parts], reason or parametrized)
-    return find_by_trial(block, forward, [*by_parts, *by_calls], reason)
+        return find_by_trace(block, forward, [*by_calls, *by_parts], reason or parametrized)
+    return find_by_trace(block, forward, [*by_parts, *by_calls], reason)
 
 
-def find_by_trial(
+def find_by_trace(
     block: nn.Module,
     forward: Callable[[Tensor], Tensor],
     patterns: Sequence[ConnectionPattern],
     reason: str | None,
     tried: Sequence[Sample] = (),
 ) -> Conversion:
-    """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trial's input is
+    """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trace's input is
     the first of `tried`, by default of all samples that fit the modules, on which `forward` runs.
 
-    Norms are under the exactly-once rule in the trial, so that a library's checkpointing, which updates them twice,
+    Norms are under the exactly-once rule in the trace, so that a library's checkpointing, which updates them twice,
     does not count as a difference.
     """
     before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     first_failure = None
     try:
         update_norms_once(block)
-        for sample in tried or samples(channels_read(block)):
-            with trial(block, sample) as run:
+        for sample in tried or samples(block, channels_read(block)):
+            with tracing(block, sample) as run:
                 try:
-                    imported, first = len(sys.modules), run.run_once(forward, MODES[0])
+                    imported, first = len(sys.modules), run.run(forward, MODES[0])
                     if len(sys.modules) > imported:  # such as PyTorch's compiler, which runs operations when imported
-                        first = run.run_once(forward, MODES[0])
-                    if not looks_dense(block) and first.values[0].shape[1] <= sample.channels:
+                        first = run.run(forward, MODES[0])
+                    channels = run.table.shapes[first.output][1] if isinstance(first.output, Expression) else 0
+                    if not looks_dense(block) and channels <= sample.channels:
                         raise VerificationError("returns no more channels than it takes")
-                    block_results = [first, *run.run(forward, MODES[1:])]
+                    traces = [first, *(run.run(forward, mode) for mode in MODES[1:])]
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
-                patterns, reason = _with_calls(block, patterns, block_results, reason)
-                found = _match(block, forward, block_results, run, patterns, reason)
-                pattern, saved = cast(ConnectionPattern, found.pattern), saved_values_per_pixel(run, forward)
+                patterns, reason = _with_calls(block, patterns, traces, reason)
+                found = _match(block, forward, traces, run, patterns, reason)
+                pattern, saved = cast(ConnectionPattern, found.pattern), run.saved_values_per_pixel(forward)
                 recomputed = partial(run_pattern, block, forward, pattern, True)
-                kept = saved_values_per_pixel(run, recomputed) if pattern.layer_call else 0
+                kept = run.saved_values_per_pixel(recomputed) if pattern.layer_call else 0
                 return replace(found, sample=sample, saved=(saved, kept))
         raise cast(NotRunError, first_failure)
     finally:
         restore_norms(block, before)
 
 
-def of_one_tensor(forward: Callable) -> Callable[[Tensor], Tensor]:
-    """A forward that returns one tensor, for a trial: several outputs are concatenated."""
-
-    def concatenated(x: Tensor) -> Tensor:
-        output = forward(x)
-        return torch.cat(output, 1) if isinstance(output, (tuple, list)) else output
-
-    return concatenated
-
-
 def _with_calls(
     block: nn.Module,
     patterns: Sequence[ConnectionPattern],
-    block_results: Results,
+    traces: Sequence[Trace],
     reason: str | None,
 ) -> tuple[Sequence[ConnectionPattern], str | None]:
     """The patterns with what the block's forward has called, without those of other layers than dense layers, and
     without those that call layers otherwise than it has, which their hooks would see; and `reason`, or the reason why
     there are no dense layers."""
-    runs = [each.calls for each in block_results if each.calls is not None]
-    by_calls, by_parts, failures = [each for each in patterns if _calls_alike(block, each, block_results[0])], [], []
+    runs = [each.calls for each in traces if each.calls is not None]
+    by_calls, by_parts, failures = [each for each in patterns if _calls_alike(block, each, traces[0])], [], []
     for pattern in patterns:
         try:
             by_parts += [] if pattern.layer_call else [with_calls(block, pattern, runs)]
@@ -160,13 +150,13 @@ def _with_calls(
     return possible, reason if by_parts or not failures else reason or failures[0]
 
 
-def _calls_alike(block: nn.Module, pattern: ConnectionPattern, result: Result) -> bool:
+def _calls_alike(block: nn.Module, pattern: ConnectionPattern, trace: Trace) -> bool:
     """Whether `pattern` calls whole layers, and passes the features to the last one as the block's forward does."""
     call = pattern.layer_call
     if call is None or pattern.is_layer:
         return call is not None
     as_called = call.separately, call.as_list
-    return result.features.get(layers_in(block)[-1], as_called) == as_called
+    return trace.features.get(layers_in(block)[-1], as_called) == as_called
 
 
 def update_norms_once(block: nn.Module) -> None:
@@ -179,22 +169,22 @@ def update_norms_once(block: nn.Module) -> None:
 def _match(
     block: nn.Module,
     forward: Callable[[Tensor], Tensor],
-    block_results: Results,
-    run: Trial,
+    traces: Sequence[Trace],
+    run: Tracer,
     patterns: Iterable[ConnectionPattern],
     reason: str | None,
 ) -> Conversion:
     """The pattern by which an engine reproduces the block's results; and why not by the parts of its layers, if so."""
-    difference, recomputes = None, any(result.recomputes for result in block_results)
+    difference, recomputes = None, any(trace.recomputes for trace in traces)
     for pattern in patterns:
         by_parts = pattern.layer_call is None
-        found = describe_difference(block_results, run, partial(run_pattern, block, forward, pattern, True))
+        found = describe_difference(traces, run, partial(run_pattern, block, forward, pattern, True))
         if found is None:
             found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
             return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes)
         if not by_parts:
             called = partial(run_pattern, block, forward, pattern, False)
-            if describe_difference(block_results, run, called) is None:
+            if describe_difference(traces, run, called) is None:
                 raise SideEffectError(f"has layers that must not be recomputed: it {found}")
         difference = difference or found
     raise VerificationError(reason or difference)
@@ -204,6 +194,8 @@ def run_pattern(
     block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
 ) -> Tensor:
     """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
+    # In evaluation mode, parts compute the same again: there is no dropout, and no statistic to update.
+    recomputed = recomputed and (block.training or pattern.layer_call is not None)
     recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
     if pattern == WHOLE:
         return checkpoint_call(forward, (x,), {}) if recomputed else forward(x)

@@ -1,18 +1,16 @@
 """The state of a dense block's modules besides parameters, buffers and children, which is compared at every forward.
 
-A trial verifies a block with its current state. An attribute that had no effect in the trial (a scale of 1, a second
+A trace verifies a block with its current state. An attribute that had no effect in the trace (a scale of 1, a second
 dropout of rate 0) may be changed later, and change the results of the block's forward. So the state is saved.
 """
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..norms.batch_norm import TORCH_CLASSES
-from ..norms.frozen import is_frozen_batch_norm
 from .code import Code, DropRate, Number, is_drop_rate
 from .known import OF_EVERY_MODULE, class_as_written, is_known
 
@@ -49,7 +47,7 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprint(block: nn.Module, with_settings: bool = False) -> Fingerprint:
-    """The state of `block` and all modules inside that a trial takes as given."""
+    """The state of `block` and all modules inside that a trace takes as given."""
     modules = list(_modules(block))
     code = Code(modules)
     first: dict[nn.Module, int] = {}
@@ -142,16 +140,6 @@ def _state(module: nn.Module, values: dict[str, Any], with_settings: bool) -> St
     if with_settings and not tensors:
         values = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE}
     return State(name, (("names of tensors", tensors), *sorted(values.items())))
-
-
-def buffers_taken_as_given(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    """The buffers of an author's module, which a trial verifies only for their current values. The engines read the
-    buffers of norms at every forward, and torch's other modules read their own buffers."""
-    if not module._buffers or isinstance(module, _NormBase) or is_frozen_batch_norm(module):
-        return []
-    if (class_as_written(module).__module__ or "").startswith("torch."):
-        return []
-    return list(module._buffers.items())
 
 
 def drop_rates(module: nn.Module) -> list[str]:

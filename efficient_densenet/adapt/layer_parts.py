@@ -1,5 +1,5 @@
 """How a block's forward uses its layers, and the parts of a dense layer: the modules and functions that its forward has
-called in a trial."""
+called in a trace."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._dimensions import DIMENSIONS
 from ..engine.parts import BlockParts, NoPartsError, block_reader
 from .layer_parts import (
     Call,
@@ -27,7 +28,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def patterns_by_parts(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
-    """The ways to read `block`, of which a trial chooses one; `NoPartsError` if there is none."""
+    """The ways to read `block`, of which a trace chooses one; `NoPartsError` if there is none."""
     if block_reader(block) is not None:  # the reader knows the pattern
         parts = read_block(block, ConnectionPattern())
         return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
@@ -138,6 +139,18 @@ def count_layers(block: nn.Module) -> int:
 def first_conv(module: nn.Module) -> Any:
     """The first convolution inside `module`."""
     return convolutions_in(module)[0]
+
+
+def dimensions(module: nn.Module) -> int:
+    """The dimensions of the images that `module` takes: those of its first convolution if that is torch's, otherwise
+    of a batch norm."""
+    conv = first_conv(module)
+    if isinstance(conv, _ConvNd):
+        return len(conv.kernel_size)
+    of_norms = (
+        dims for each in module.modules() for dims in DIMENSIONS if isinstance(each, DIMENSIONS[dims].BatchNorm)
+    )
+    return next(of_norms, max(each.dim() for each in conv.parameters()) - 2)
 
 
 def looks_dense(block: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """Converted transitions: modules that read a converted block's output, wherever the author's forward calls them.
 
-A transition is recognized by its modules (norm, activation, 1×1 convolution, dropout, pooling) and verified by a trial.
+A transition is recognized by its modules (norm, activation, 1×1 convolution, dropout, pooling) and verified by a trace.
 It joins the stage of the block before it in an nn.Sequential, and elsewhere it is a stage of its own.
 """
 
@@ -30,10 +30,8 @@ from .layer_parts import (
     read_layer,
     submodule,
 )
-from .sample import Sample
-from .trial import trial
+from .trace import MODES, describe_difference, samples, tracing
 from .verified import Verified, VerifiedModule
-from .verify import describe_difference
 
 TRIAL_SIZE = 5
 """Pixels a side: enough to pool, and odd, so that pooling with ceil_mode gives another size."""
@@ -102,8 +100,8 @@ def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Layer
     if Code([*module.modules()]).by_parts is not None:
         return None
     try:
-        with trial(module, Sample(width, TRIAL_SIZE)) as run:
-            results = list(run.run(forward))
+        with tracing(module, samples(module, width, [TRIAL_SIZE])[0]) as run:
+            results = [run.run(forward, mode) for mode in MODES]
             runs = [result.calls for result in results if result.calls is not None]
             (calls,) = calls_of_layers(module, [module], runs, TRANSITION)
             if not _is_read(module, calls) or describe_difference(results, run, partial(_run, module, calls)):

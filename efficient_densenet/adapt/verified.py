@@ -1,4 +1,4 @@
-"""Mixins of converted modules: they have the signature of the author's forward, and a state that a trial has
+"""Mixins of converted modules: they have the signature of the author's forward, and a state that a trace has
 verified."""
 
 import functools
@@ -33,7 +33,7 @@ def _with_signature_of(original: Callable, forward: Callable) -> Callable:
 
 @dataclass
 class Verified:
-    """The state of a converted module at its last trial; None before the first trial.
+    """The state of a converted module at its last trace; None before the first trace.
 
     It has no references to modules, so a copy or replica never refers to the original's modules.
     """
@@ -42,13 +42,13 @@ class Verified:
 
 
 class VerifiedModule(KeepsSignature):
-    """Mixin: a module that detects whether its state has changed since the last trial."""
+    """Mixin: a module that detects whether its state has changed since the last trace."""
 
     _conversion: Any
     """A `Verified`."""
 
     def _state_change(self) -> str | None:
-        """The change of the state since the last trial, or None."""
+        """The change of the state since the last trace, or None."""
         if torch.compiler.is_compiling():
             holds_attributes(self, self._plain_attributes())  # for the compiler to guard
         return self._state_change_now()

@@ -41,10 +41,17 @@ class UpdatesOnce(_NormMixin):
         copied = object.__new__(type(self))  # copy.copy would call the __new__ of a class that fully_shard made
         copied.__dict__.update(vars(self))
         with without_dispatch_modes():  # selective checkpointing requires the operations of the forward, and no others
-            copied._buffers = {name: b if b is None else b.clone() for name, b in self._buffers.items()}
+            copied._buffers = {name: b if b is None else _copy(b) for name, b in self._buffers.items()}
             no_buffers = {name: getattr(self, name, None) for name in STATISTICS if name not in self._buffers}
-            vars(copied).update({name: b.detach().clone() for name, b in no_buffers.items() if b is not None})
+            vars(copied).update({name: _copy(b) for name, b in no_buffers.items() if b is not None})
         return super(UpdatesOnce, copied).forward(input)
+
+
+def _copy(buffer: Tensor) -> Any:
+    """A copy that says of what, since no dispatch mode sees it made."""
+    copied: Any = buffer.detach().clone()
+    copied.copy_of = buffer
+    return copied
 
 
 class CpBatchNorm1d(UpdatesOnce, nn.BatchNorm1d):

@@ -1,0 +1,317 @@
+"""Run forwards of a module on a few pixels, and tell what they compute as expressions.
+
+Tensors are real ones on the CPU, zeros in the places of parameters: their values do not count. Everything is put back
+afterwards. The module runs in the modes in which a forward may take another branch: training or not, with or without
+gradients of the input and of the parameters, in half precision by autocast, with other sizes and rates of dropout.
+"""
+
+import math
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from .._torch_private import is_flattened_by_fsdp1
+from ..engine.changed_modules import HOOKS
+from ..memory.peaks import saved_bytes
+from ..norms.sync_batch_norm import local_statistics
+from .calls import Calls
+from .code import Code
+from .errors import NotRunError, SideEffectError, VerificationError
+from .expressions import Expression, Table
+from .fingerprint import change_since, drop_rates, fingerprint
+from .layer_parts import Call
+from .structure import dimensions, first_conv
+
+Forward = Callable[[Tensor], Any]
+IMAGES = 2
+
+
+class Sample(NamedTuple):
+    """The input of a forward: its channels, the pixels a side, and the dtype of input and module."""
+
+    channels: int
+    size: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"one tensor of {self.channels} channels and {self.size} pixels a side in {dtype}"
+
+
+def samples(module: nn.Module, channels: int, sizes: Sequence[int] = (3, 16)) -> list[Sample]:
+    """The inputs on which a module may run, the usual one first; few pixels are not enough for padding by reflection,
+    nor half precision for every operation on a CPU."""
+    own = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
+    dtypes = dict.fromkeys(each for each in (own, torch.float32) if each.is_floating_point)
+    return [Sample(channels, size, dtype) for dtype in dtypes for size in sizes]
+
+
+class Mode(NamedTuple):
+    """The mode and the input of one run of a forward.
+
+    Attributes:
+        name: the name of the mode in messages.
+        training: the training mode of the modules.
+        grad_mode: the context in which the forward runs.
+        input_requires_grad, parameters_require_grad: which gradients are computed.
+        drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate, which shows where it
+            is used; None keeps them.
+        autocast: True for autocast.
+        extra_size: the number added to the images, and to the pixels a side.
+        in_other_mode: the class of the modules that are in the other training mode, as in Monte Carlo dropout.
+    """
+
+    name: str
+    training: bool
+    grad_mode: Callable[[], AbstractContextManager] = torch.enable_grad
+    input_requires_grad: bool = True
+    parameters_require_grad: bool = True
+    drop_rate: float | None = None
+    autocast: bool = False
+    extra_size: int = 0
+    in_other_mode: type | tuple[()] = ()
+
+
+MAIN_MODES = Mode("evaluation mode", False), Mode("training mode", True)
+MODES = (
+    *MAIN_MODES,
+    Mode("training mode with an input that requires no gradient", True, input_requires_grad=False, drop_rate=0.97),
+    Mode("training mode under autocast without gradients", True, torch.no_grad, True, False, 0.0, True, extra_size=1),
+    Mode("inference mode with dropout", False, torch.inference_mode, False, extra_size=2, in_other_mode=_DropoutNd),
+    Mode("training mode with frozen norms", True, torch.no_grad, in_other_mode=_NormBase),
+)
+
+
+class Trace(NamedTuple):
+    """What one run computes.
+
+    Attributes:
+        mode: the mode of the run.
+        output: its expression, of several outputs a tuple.
+        requires_grad: whether the output requires a gradient.
+        gradients: the expressions of the gradients of the input and of each parameter; None for no gradient.
+        state: the expressions of the input and the buffers afterwards, and the number of random numbers drawn.
+        asks: what the author's code asked of tensors, as in `Calls`, and how often for their values.
+        recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
+        calls, features: as in `Calls`; None and empty if the forward raised an error.
+        error: the type of that error.
+    """
+
+    mode: Mode
+    output: Any = None
+    requires_grad: bool = False
+    gradients: tuple[Any, ...] = ()
+    state: tuple[Any, ...] = ()
+    asks: Counter[str] = Counter()  # noqa: RUF012
+    recomputes: bool = False
+    calls: Sequence[Call] | None = None
+    features: Mapping[nn.Module, tuple[bool, bool]] = {}
+    error: type | None = None
+
+
+class Tracer:
+    """Runs forwards in a module that `tracing` has prepared. Equal expressions of its runs are equal functions."""
+
+    def __init__(self, module: nn.Module, sample: Sample) -> None:
+        self.module, self.sample, self.table = module, sample, Table()
+
+    def run(self, forward: Forward, mode: Mode, is_authors: bool = True) -> Trace:
+        """Run `forward` and its backward. Of an author's forward, changes of the module's state are noticed."""
+        try:
+            with self.prepared(mode) as tensors:
+                return self._trace(forward, mode, tensors, is_authors)
+        except VerificationError:
+            raise
+        except Exception as exc:
+            if mode not in MAIN_MODES:  # if the author's forward fails, other forwards must fail too
+                return Trace(mode, error=type(exc))
+            raise NotRunError(self.sample, exc) from exc
+
+    @contextmanager
+    def prepared(self, mode: Mode) -> Iterator[dict[str, Tensor]]:
+        """Put the modules into `mode`, with tensors of their own by name; put everything back afterwards."""
+        before = [(module, dict(vars(module))) for module in self.module.modules()]
+        torch.default_generator.manual_seed(0)
+        try:
+            with mode.grad_mode():
+                yield self._prepare(mode)
+        finally:
+            for module, values in before:
+                vars(module).clear()
+                vars(module).update(values)
+
+    def _prepare(self, mode: Mode) -> dict[str, Tensor]:
+        """Replace the tensors of the modules, those with several names by one."""
+        rates = [(each, name) for each in self.module.modules() for name in drop_rates(each)]
+        for i, (each, name) in enumerate(rates):
+            if mode.drop_rate is not None:
+                vars(each)[name] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
+        made, named = dict[int, Tensor](), dict[str, Tensor]()
+        for prefix, module in self.module.named_modules():
+            module.training = mode.training != isinstance(module, mode.in_other_mode)
+            for kind in ("_parameters", "_buffers"):
+                tensors = vars(module)[kind]
+                for key, value in tensors.items():
+                    if value is not None and id(value) not in made:
+                        made[id(value)] = named[f"{prefix}.{key}"] = self._replacement(
+                            value, kind == "_parameters", mode
+                        )
+                vars(module)[kind] = {k: None if value is None else made[id(value)] for k, value in tensors.items()}
+        return named
+
+    def _replacement(self, tensor: Tensor, is_parameter: bool, mode: Mode) -> Tensor:
+        """Zeros for a parameter; a buffer keeps its values, which a forward may read."""
+        is_floating = tensor.is_floating_point()
+        dtype = self.sample.dtype if is_floating else tensor.dtype
+        if is_parameter:
+            zeros = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
+            return nn.Parameter(zeros, mode.parameters_require_grad and is_floating)
+        return torch.zeros(tensor.shape, dtype=dtype) if tensor.is_meta else tensor.detach().to("cpu", dtype, copy=True)
+
+    def input(self, mode: Mode, size: int) -> Tensor:
+        shape = IMAGES + mode.extra_size, self.sample.channels, *[size + mode.extra_size] * dimensions(self.module)
+        return torch.zeros(shape, dtype=self.sample.dtype, device="cpu", requires_grad=mode.input_requires_grad)
+
+    def _trace(self, forward: Forward, mode: Mode, tensors: dict[str, Tensor], is_authors: bool) -> Trace:
+        x, watch = self.input(mode, self.sample.size), Calls(self.module, self.table)
+        state, expressions = fingerprint(self.module) if is_authors else None, watch.expressions
+        expressions.leaf(x, "input")
+        leaves = {name: expressions.leaf(each, name) for name, each in tensors.items()}
+        with expressions:
+            with watch, torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast):
+                output = forward(x)
+            outputs = output if isinstance(output, (list, tuple)) else (output,)
+            if not all(isinstance(each, Tensor) for each in outputs):
+                raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+            if x._backward_hooks:
+                raise SideEffectError("registers a hook on its input, which would see another gradient")
+            draws, computed = torch.default_generator.initial_seed(), expressions.of(output)
+            asks, forwards = watch.asks + Counter(values=expressions.asked), expressions.forwards_of_norms
+            differentiated = [each for each in outputs if each.requires_grad]
+            grads = [torch.empty_like(each) for each in differentiated]
+            for i, each in enumerate(grads):
+                expressions.leaf(each, "gradient", i)
+            if grads:
+                torch.autograd.backward(differentiated, grads)
+            recomputes = mode.training and expressions.forwards_of_norms > forwards
+            change = None if state is None else change_since(state, self.module)
+            if change is not None:
+                raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
+            buffers = [each for module in self.module.modules() for each in module._buffers.values()]
+            after = draws, torch.default_generator.initial_seed(), *map(expressions.of, (x, *buffers))
+            parameters = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter)}
+            written = next((name for name, each in parameters.items() if expressions.of(each) != leaves[name]), None)
+            if written is not None:
+                raise SideEffectError(f"writes to {written.removeprefix('.')}, which an engine would not")
+            gradients = tuple(expressions.of(each.grad) for each in (x, *parameters.values()))
+        return Trace(*(mode, computed, bool(grads), gradients, after, asks, recomputes, watch.calls, watch.features))
+
+    def saved_values_per_pixel(self, forward: Forward) -> int:
+        """The values per pixel that training by `forward` saves for backward.
+
+        They are the leading coefficient of a polynomial in the size of the images: what is padded, and what does not
+        depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
+        Zero means that `forward` takes no such sizes.
+        """
+        dims, saved = dimensions(self.module), []
+        smallest = max(_SMALLEST, self.sample.size)
+        for size in range(smallest, smallest + _STEP * (dims + 1), _STEP):
+            with self.prepared(MAIN_MODES[1]):
+                x = self.input(MAIN_MODES[1], size)
+                try:
+                    saved.append(saved_bytes(lambda x=x: forward(x)) / x.itemsize)
+                except Exception:
+                    return 0
+        for _ in range(dims):
+            saved = [after - before for before, after in pairwise(saved)]
+        return round(saved[0] / (math.factorial(dims) * _STEP**dims * IMAGES))
+
+
+_SMALLEST, _STEP = 4, 2
+"""The smallest size of images whose saved values are counted, and the next: even, to be halved once."""
+
+
+@contextmanager
+def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
+    """Prepare `module` for runs on `sample`: without hooks, warnings, and the modes around; put everything back."""
+    if any(map(_has_computed_weights, module.modules())):
+        raise VerificationError(
+            "holds weights that are no parameters, as after torch.nn.utils.weight_norm, spectral_norm or prune"
+        )
+    if any(map(is_flattened_by_fsdp1, module.modules())):
+        raise VerificationError(
+            "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
+        )
+    unknown = Code([*module.modules()]).unknown
+    if unknown is not None:
+        raise SideEffectError(unknown)
+    before = [(each, {name: vars(each)[name] for name in (*HOOKS, "training")}) for each in module.modules()]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for device in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(local_statistics(module))
+        try:
+            for each, _ in before:
+                vars(each).update({name: OrderedDict() for name in HOOKS})
+            yield Tracer(module, sample)
+        finally:
+            for each, values in before:
+                vars(each).update(values)
+
+
+def _has_computed_weights(module: nn.Module) -> bool:
+    tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+    return any(value.requires_grad or f"{name}_orig" in module._parameters for name, value in tensors.items())
+
+
+def describe_difference(traces: Iterable[Trace], tracer: Tracer, forward: Forward) -> str | None:
+    """The difference between the block, whose traces these are, and the dense block that `forward` computes, or None if
+    their expressions are equal: then they compute the same for any values."""
+    try:
+        actual = (tracer.run(forward, each.mode, is_authors=False) for each in traces)
+        differences = (_difference(tracer.table, *each) for each in zip(actual, traces, strict=True))
+        return next(filter(None, differences), None)
+    except VerificationError as failure:
+        return (
+            "has layers that cannot run as norm, activation and convolution in turn on a growing concatenation "
+            f"({failure.error if isinstance(failure, NotRunError) else failure})"
+        )
+
+
+def _difference(table: Table, actual: Trace, expected: Trace) -> str | None:
+    shape, dense_shape = (
+        table.shapes[each.output][1:] if isinstance(each.output, Expression) else () for each in (expected, actual)
+    )
+    if isinstance(expected.output, tuple) and dense_shape:
+        return f"returns a {expected.output[0]}, where a dense block returns a tensor"
+    if shape != dense_shape and () not in (shape, dense_shape):
+        return f"returns {shape} of a small image, where a dense block with these layers returns {dense_shape}"
+    kinds = {"values": ("output", "requires_grad", "error"), "gradients": ("gradients",)}
+    for what, names in (kinds | {"random numbers or running statistics": ("state",)}).items():
+        if any(getattr(actual, name) != getattr(expected, name) for name in names):
+            of = [table.operations(*(getattr(each, name) for name in names)) for each in (expected, actual)]
+            others = f" ({', '.join(sorted(of[0] ^ of[1]))})" if of[0] != of[1] else ""
+            found = f"has other {what}{others} in"
+            break
+    else:
+        asks = sorted({*(expected.asks - actual.asks), *(actual.asks - expected.asks)})
+        if not asks:
+            return None
+        found = f"asks a tensor for its {', '.join(asks)} in"
+    return (
+        f"{found} {expected.mode.name} than the dense block that its layers suggest: norm, activation, convolution "
+        "(and dropout) on a growing concatenation"
+    )
