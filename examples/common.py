@@ -146,7 +146,7 @@ def print_what_fits(
     model: nn.Module, batch_size: int, sample: tuple[int, ...], optimizer: str, options: argparse.Namespace
 ) -> None:
     """Print the memory of a training step and the largest batch by each engine, from sizes alone: nothing runs."""
-    card = options.card or (f"{torch.cuda.mem_get_info()[1]}B" if DEVICE.type == "cuda" else "8GB")
+    card = options.card or (torch.cuda.mem_get_info()[1] if DEVICE.type == "cuda" else "8GB")
     settings: dict[str, Any] = {"optimizer": optimizer, "precisions": [options.precision], "batch_size": batch_size}
     try:
         print(f"A training step on {'×'.join(map(str, sample))} in {options.precision}; {describe_card(card)}")

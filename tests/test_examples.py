@@ -193,7 +193,7 @@ def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys
     for plain, shared in (rows[:2], rows[2:]):
         assert float(shared[1]) < float(plain[1])
         assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
-    with pytest.raises(SystemExit, match="--card is 'big', but must be a number of bytes"):
+    with pytest.raises(SystemExit, match="--card is 'big', but must be a number above 0"):
         program.main(["--data", str(data), *words[:-1], "big"])
 
 

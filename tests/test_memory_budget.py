@@ -19,14 +19,18 @@ MIB = 2**20
 
 
 def test_sizes():
-    sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7": 7}
+    sizes = {"6GiB": 6 << 30, " 6 gib": 6 << 30, "6G": 6 << 30, "6GB": 6 * 10**9, "1.5MiB": 3 << 19, 7: 7, "7B": 7}
     assert {text: parse_bytes("budget", text) for text in sizes} == sizes
     written = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 3 << 19: "1.50 MiB", 123 << 30: "123 GiB"}
     assert {size: format_bytes(size) for size in written} == written
     assert (at_least(5 * MIB + 1), at_least(5 * MIB), at_least(3)) == ("6 MiB", "5 MiB", "1 KiB")
     for wrong in ("6 gigs", "", "GiB", 0, -5, "nan", None, 2.5, "3.5.1G", "-4GiB", True, f"{'9' * 400}GiB"):
-        with pytest.raises(ValueError, match=r"^budget is .*, but must be a number of bytes above 0, such as '6GiB'$"):
+        with pytest.raises(
+            ValueError, match=r"^budget is .*, but must be a number above 0 with its unit, such as '6GiB'$"
+        ):
             set_memory_budget(DenseNet(4, (2,)), wrong, (2, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"memory_budget is '8', but must be a number above 0 with its unit, .* '8GB'"):
+        DenseNet(4, (2,), memory_budget="8")
 
 
 class FlatLayer(nn.Sequential):

@@ -3,8 +3,10 @@
 import copy
 import json
 import re
+import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -326,7 +328,7 @@ def test_tensors_on_the_meta_device_beside_others_are_an_error():
 def test_the_command(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(zoo.VARIANTS, "tiny", zoo.VARIANTS["densenet_bc_100_12"] | {"block_config": (5, 5)})
     words = ["tiny", "--batch_size", "4", "--budget", "20MiB", "--device", "cpu", "--measure"]
-    command.main([*words, "--picture", str(tmp_path / "step.png")])
+    command.main([*words, "--verbose", "--picture", str(tmp_path / "step.png")])
     printed, progress = capsys.readouterr()
     assert "of 20.0 MiB, with the bottlenecks of all 4 layers saved" in printed
     assert "tensor peak by engine shared, 4 bottlenecks saved" in printed
@@ -335,10 +337,34 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert all(f"tracing: training step on 4×3×32×32, engine {engine}\n" in progress for engine in ("best", *ENGINES))
     for size, message in (
         ("1MiB", r"found a memory budget of 1\.00 MiB, but a step of 4 images"),
-        ("6 gigs", "budget is '6 gigs', but must be a number of bytes above 0, such as"),
+        ("6 gigs", "budget is '6 gigs', but must be a number above 0 with its unit, such as"),
     ):
         with pytest.raises(SystemExit, match=f"error: {message}"):
             command.main([*words[:4], size, "--device", "cpu"])
+    assert "tracing" not in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"unknown model 'densenet12': did you mean 'densenet121'\?"):
+        command.main(["densenet12"])
+
+
+def test_the_command_takes_a_model_of_one_s_own(capsys, tmp_path, monkeypatch):
+    """By module and function, which gets other libraries' words for what the options say."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    lines = ["from torchvision.models import DenseNet", "def build(out_channels, init_features=8):"]
+    Path("of_my_own.py").write_text(
+        "\n".join([*lines, "    return DenseNet(4, (2, 2), init_features, 2, 0, out_channels)"])
+    )
+    command.main(["of_my_own:build", "--num_classes", "3", "--device", "cpu", "--batch_size", "2"])
+    printed, progress = capsys.readouterr()
+    assert "training on 2×3×224×224, on cpu" in printed
+    assert "tensor peak by engine shared" in printed
+    assert progress == ""
+    for words, message in (
+        (["of_my_own:build"], "'out_channels'; --dims"),
+        (["of_my_own:built"], "no attribute 'built'"),
+    ):
+        with pytest.raises(SystemExit, match=f"{words[0]} built no model: .*{message}"):
+            command.main(words)
 
 
 def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
@@ -361,10 +387,13 @@ def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
     assert re.search(r" batch of 2\nplain +bf16 +none; of one +\d+ MiB +\d+ MiB\n$", capsys.readouterr().out)
     command.main(small)
     printed = capsys.readouterr().out
+    assert "of a card of 700MB, " in printed
     assert "are for training:\n600 MiB are left to CUDA's context and kernels" in printed
     assert re.search(r"\nplain +bf16 +none; of one +\d+ MiB\n$", printed)
-    with pytest.raises(SystemExit, match="error: card is 'big', but must be a number of bytes"):
-        command.main(["tiny", "--card", "big"])
+    with pytest.raises(
+        SystemExit, match="error: card is '24', but must be a number above 0 with its unit, such as '24GB'"
+    ):
+        command.main(["tiny", "--card", "24"])
     with pytest.raises(SystemExit, match="found --card, which plans for a GPU's memory alone, with --device"):
         command.main([*small, "--device", "cpu"])
 

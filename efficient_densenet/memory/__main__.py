@@ -1,20 +1,25 @@
-"""The memory of a training step of a model of the zoo, and what fits a card, without running it:
+"""The memory of a training step of a model, and what fits a card, without running it:
 
 python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224 --budget 8GiB
+python -m efficient_densenet.memory torchvision.models:densenet121 --card 8GB
 python -m efficient_densenet.memory densenet121 --card 8GB --in_channels 1 --num_classes 14 --image_size 512
 """
 
 import argparse
+import inspect
 import json
 import logging
+import pkgutil
 import sys
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..adapt import make_efficient
 from ..engine.choose import Engine
-from ..models.base import DenseModel
-from ..models.zoo import FC_VARIANTS, VARIANTS, create_model
+from ..models.arguments import THEIR_WORDS
+from ..models.zoo import VARIANTS, create_model
 from .budget import BudgetPlan, Planner, batch_that_fits, keep
 from .card import describe_card, usable, what_fits
 from .optimizer_state import OPTIMIZERS
@@ -27,7 +32,7 @@ from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger
 
 def main(words: list[str] | None = None) -> None:
     options = make_parser().parse_args(words)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.INFO if options.verbose else logging.WARNING)
     logger.addHandler(progress := logging.StreamHandler())
     try:
         _report(options)
@@ -40,9 +45,10 @@ def main(words: list[str] | None = None) -> None:
 def _report(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = _build(options)
-    usual = 32 if VARIANTS.get(options.model, {}).get("small_inputs", True) else 224
-    sides = options.image_size or [usual]
-    image_shape = (model.in_channels, *(sides * model.dims if len(sides) == 1 else sides))
+    usual = 32 if VARIANTS.get(options.model, {}).get("small_inputs", ":" not in options.model) else 224
+    sides, dims = options.image_size or [usual], options.dims or 2
+    channels = getattr(model, "in_channels", options.in_channels or 3)
+    image_shape = (channels, *(sides * dims if len(sides) == 1 else sides))
     if options.json and options.card is None:
         raise ValueError("--json prints what fits a card: give --card too")
     if options.card is not None:
@@ -73,13 +79,24 @@ def _report(options: argparse.Namespace) -> None:
         print(f"\npicture: {options.picture}")
 
 
-def _build(options: argparse.Namespace) -> DenseModel:
+def _build(options: argparse.Namespace) -> Any:
     given = {name: getattr(options, name) for name in ("in_channels", "num_classes", "dims")}
     arguments = {name: value for name, value in given.items() if value is not None}
-    return create_model(options.model, efficient=options.engine, **arguments)
+    if ":" not in options.model:
+        return create_model(options.model, efficient=options.engine, **arguments)
+    sys.path.append("")  # where a file of one's own is
+    try:
+        build = pkgutil.resolve_name(options.model)
+        theirs = {THEIR_WORDS.get(name, (name,))[0]: name for name in inspect.signature(build).parameters}
+        model = build(**{theirs.get(name, name): value for name, value in arguments.items()})
+    except (ImportError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{options.model} built no model: {error}; --dims, --in_channels and --num_classes go to it"
+        ) from error
+    return make_efficient(model, options.engine)
 
 
-def _report_card(options: argparse.Namespace, model: DenseModel, image_shape: tuple[int, ...]) -> None:
+def _report_card(options: argparse.Namespace, model: nn.Module, image_shape: tuple[int, ...]) -> None:
     """Print a row for each engine and precision when it is known."""
     found = []
     if not options.json:
@@ -129,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="efficient-densenet memory", description="The memory of a training step, without running it."
     )
-    parser.add_argument("model", metavar="model", choices=[*VARIANTS, *FC_VARIANTS], help="a model of the zoo")
+    parser.add_argument("model", help="a model of the zoo, or module:function, as torchvision.models:densenet121")
     parser.add_argument("--batch_size", type=int, help="images in a step; by default 64, or with --card the largest")
     parser.add_argument(
         "--image_size", type=int, nargs="+", help="one number for all sides, or each; by default of the model's data"
@@ -146,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU, if there is one")
     parser.add_argument("--measure", action="store_true", help="run a step, and print its peak beside the predicted")
     parser.add_argument("--picture", metavar="FILE", help="draw the memory over the step")
+    parser.add_argument("--verbose", action="store_true", help="say which step is predicted")
     return parser
 
 

@@ -77,7 +77,8 @@ def usable(card: int | str) -> int:
 
 def describe_card(card: int | str) -> str:
     """What is left out of the card, in a sentence."""
-    size, left, context = map(format_bytes, (parse_bytes("card", card), usable(card), CONTEXT))
+    size = card if isinstance(card, str) else format_bytes(card)
+    left, context = map(format_bytes, (usable(card), CONTEXT))
     return (
         f"of a card of {size}, {left} are for training:\n{context} are left to CUDA's context and kernels, {GAPS:.0%} "
         "to memory between tensors (rules of thumb).\nWhat cuDNN takes is in the numbers: 40 MiB, since it took up to "

@@ -17,11 +17,12 @@ def parse_bytes(name: str, value: int | str) -> int:
     if integer(1).accepts(value):
         return int(value)
     found = _PATTERN.fullmatch(value) if isinstance(value, str) else None
-    unit = found and ("B" if not found[2] else _BY_SPELLING.get(found[2].lower()))
+    unit = found and _BY_SPELLING.get(found[2].lower())
     size = float(found[1]) * UNITS[unit] if found and unit else 0
     if 1 <= size < float("inf"):
         return round(size)
-    raise ValueError(f"{name} is {describe(value)}, but must be a number of bytes above 0, such as '6GiB'")
+    example = f"{found[1]}GB" if found and not found[2] else "6GiB"
+    raise ValueError(f"{name} is {describe(value)}, but must be a number above 0 with its unit, such as {example!r}")
 
 
 def format_bytes(size: float) -> str:
