@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 import torchvision
 from helpers import assert_close, assert_same_buffers, assert_same_gradients, backward, nodes_of
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from efficient_densenet import DenseNet, make_efficient
@@ -213,6 +215,11 @@ def _kernel(shape: tuple[int, ...], **settings) -> Change:
     return change
 
 
+def _part_of_larger_memory(conv: nn.Conv2d) -> None:
+    memory = conv.weight.new_zeros(conv.weight.numel() + 1)
+    conv.weight.data = memory[1:].view_as(conv.weight).copy_(conv.weight.data)
+
+
 CHANGES: dict[str, Change] = {
     "a pruned bottleneck": _of(LAYER, _pruned_bottleneck),
     "pruned bottlenecks": _of("", _pruned_bottlenecks),
@@ -320,6 +327,48 @@ def _assert_next_step_is_plain_s(ours: nn.Module, plain: nn.Module, change: Chan
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_before_or_after_the_first_step(change, first, pair, x):
     _assert_next_step_is_plain_s(*pair, CHANGES[change], x, first)
+
+
+HISTORIES: dict[str, Change] = {
+    **CHANGES,
+    "other values": lambda model: [parameter.data.mul_(0.9) for parameter in model.parameters()],
+    "assigned tensors": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    "some weights are frozen": lambda model: [each.requires_grad_(random.random() < 0.7) for each in _leaves(model)],
+    "torch's pruning": _of(f"{LAYER}.conv1", lambda conv: prune.l1_unstructured(conv, "weight", 0.3)),
+    "torch's pruning ends": _of(f"{LAYER}.conv1", lambda conv: prune.remove(conv, "weight")),
+    "weight norm": _of(f"{LAYER}.conv2", parametrizations.weight_norm),
+    "a gradient's hook": lambda model: [each.register_hook(torch.neg) for each in _leaves(model) if each.requires_grad],
+    "a part of a larger tensor": _of(f"{LAYER}.conv2", _part_of_larger_memory),
+    "an optimizer's step": lambda model: torch.optim.SGD(model.parameters(), 0.01).step(),
+}
+
+
+def _leaves(model: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in model.parameters() if parameter.is_leaf]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(16))
+def test_random_histories(seed, pair, x):
+    """Changes one after another, with steps between them of which some are recorded and replayed. A history ends where
+    plain modules raise, as for a pruning that does not fit the one before it."""
+    ours, plain = pair
+    rng = random.Random(seed)
+    for change in rng.choices(list(HISTORIES), k=20):
+        state = rng.random()
+        try:
+            for model in (plain, ours):
+                random.seed(state)
+                torch.manual_seed(seed)
+                HISTORIES[change](model)
+            backward(plain, x)
+        except Exception:
+            return
+        plain.zero_grad()
+        backward(ours, x)
+        ours.zero_grad()
+        for _ in range(rng.randrange(3)):
+            _assert_next_step_is_plain_s(ours, plain, lambda model: None, INPUTS[rng.choice(list(INPUTS)[:3])](x), True)
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if "pruned" in change])

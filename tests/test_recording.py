@@ -5,14 +5,12 @@ import copy
 import importlib
 import itertools
 import random
-import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -414,37 +412,46 @@ def test_interrupted_steps_leave_the_next_ones_right(monkeypatch):
     assert in_child(interrupted) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
-def test_exhausted_memory_leaves_the_next_steps_right(monkeypatch):
+@pytest.mark.parametrize("where", ["replay", "recording"])
+def test_an_error_anywhere_leaves_the_next_steps_right(where, monkeypatch):
+    """Memory may be exhausted at each call of a replay, and at each event that is recorded."""
     use("Numba", monkeypatch)
+    model, x = small_model("bc", block_config=(1,), efficient="shared").float(), torch.randn(2, 3, 8, 8)
+    state = copy.deepcopy(model.state_dict())
+    with recording("off"):
+        expected = results(copy.deepcopy(model), x)
+    for _ in range(3 if where == "replay" else 1):
+        results(model, x)
+    countdown = [0]
 
-    def exhausted() -> None:
-        model, x = small_model("bc", efficient="shared").float(), torch.randn(16, 3, 64, 64)
-        reference, num_errors = copy.deepcopy(model), 0
-        with recording("off"):
-            expected = results(copy.deepcopy(reference), x)
-        for mebibytes in (0, 2, 4, 8):
-            pages, ballast = int(Path("/proc/self/statm").read_text().split()[0]), []
-            limit = pages * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-            for size in (1 << 25, 1 << 20, 1 << 15):  # what the heap has free
-                with contextlib.suppress(RuntimeError):
-                    while True:
-                        ballast.append(torch.empty(size, dtype=torch.uint8))
-            resource.setrlimit(resource.RLIMIT_AS, (limit + (mebibytes << 20), resource.RLIM_INFINITY))
-            try:
-                results(model, x)
-            except RuntimeError:
-                num_errors += 1
-            finally:
-                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            ballast.clear()
-            model.load_state_dict(reference.state_dict())
+    def failing(function: Callable) -> Callable:
+        def call(*args: object, **kwargs: object) -> object:
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                raise torch.OutOfMemoryError
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("_event", "_remember", "launched") if where == "recording" else ():
+        monkeypatch.setattr(recorder.Recorder, name, failing(getattr(recorder.Recorder, name)))
+    for entry in programs.entries() if where == "replay" else ():
+        names = entry._replay.__globals__
+        names.update({name: failing(each) for name, each in names.items() if callable(each) and name != "replay"})
+    for number in itertools.count(1):
+        if where == "recording":
+            programs.forget()
+            results(model, x)
+        model.load_state_dict(state)
+        countdown[0] = number
+        try:
+            results(model, x)
+        except torch.OutOfMemoryError:
+            model.load_state_dict(state)
             assert_equal(results(model, x), expected)
-            model.load_state_dict(reference.state_dict())
-        assert num_errors == 4
-
-    assert in_child(exhausted) == 0
+        else:
+            break
+    assert number > 20
 
 
 def test_a_checkpoint_around_replays(monkeypatch):
