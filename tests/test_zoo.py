@@ -136,6 +136,7 @@ densenet121(num_classes="3")
 reveal_type(features(densenet121(weights="DEFAULT", num_classes=14), (1, 2)).feature_info)
 reveal_type(create_model("densenet121"))
 reveal_type(create_model("fc_densenet56", num_classes=3))
+densenet121().set_engine("sharedd")
 """
     )
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "script.py"]
@@ -144,7 +145,7 @@ reveal_type(create_model("fc_densenet56", num_classes=3))
         r"script.py:(\d+):\d+ - (?:error: (No parameter|Argument)|.* is (\S+)$)", done.stdout, re.MULTILINE
     )
     types = [("4", "", '"FeatureInfo"'), ("5", "", '"DenseNet"'), ("6", "", '"FCDenseNet"')]
-    assert found == [("2", "No parameter", ""), ("3", "Argument", ""), *types], done.stdout
+    assert found == [("2", "No parameter", ""), ("3", "Argument", ""), *types, ("7", "Argument", "")], done.stdout
 
 
 def test_positional_arguments_and_defaults():

@@ -4,7 +4,7 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -26,7 +26,7 @@ def _traced(model: DenseNet, options: RunOptions) -> MetaModel:
     if dist.is_initialized() and dist.get_world_size() > 1:
         # DistributedDataParallel's buckets have the gradients once more; fully_shard takes no more than that.
         traced.persistent = replace(traced.persistent, gradients=2 * traced.persistent.gradients)
-    cast(DenseNet, traced.model).set_engine(True if options.engine == "best" else options.engine)
+    cast(Any, traced.model).set_engine(True if options.engine == "best" else options.engine)
     return traced
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class DenseModel(nn.Module):
         """The dense block whose feature map is the smallest."""
         raise NotImplementedError
 
-    def set_engine(self: Model, efficient: bool | str) -> Model:
+    def set_engine(self: Model, efficient: bool | Literal["plain", "official", "checkpoint", "shared"]) -> Model:
         """Run every dense block by this engine from now on; nothing else about the model changes."""
         engine = choose.parse(efficient)
         for module in self.modules():
