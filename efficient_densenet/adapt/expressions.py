@@ -167,7 +167,7 @@ class Expressions(TorchDispatchMode):
         if in_memory:  # another view, which is what the known views are
             return self.leaf(value, "view", place[1:], in_memory)
         if "copy_of" in vars(value):
-            return self.set(value, self.of(value.copy_of))
+            return self.set(value, self.of(vars(value)["copy_of"]))
         self.table.outside.append(value)
         return self.leaf(value, "outside", id(value))
 
