@@ -82,14 +82,27 @@ def _compare(model: nn.Module, shape: tuple[int, ...], precision: str | None, to
 @pytest.mark.filterwarnings("ignore:falling back")
 @pytest.mark.parametrize(*grid(family=FAMILIES, engine=ENGINES[::-1], precision=[None, "bf16"], strength=1))
 def test_a_step_takes_what_was_predicted(family, engine, precision):
-    """What oneDNN reorders depends on the processor; of `shared` only the stem and the classifier use it. With AMX it
-    takes megabytes a thread for the weight's gradient of MONAI's stem of 7×7×7, more than all else."""
+    """What oneDNN reorders depends on the processor; with AMX it takes megabytes a thread for the weight's gradient of
+    MONAI's stem of 7×7×7 in bf16, more than all else. Of `shared` only the classifier, and in float32 the stem, use it.
+    """
     make, shape = FAMILIES[family]
     if engine == "shared":
         _compare(make(efficient=engine), shape, precision, 0.01)
         return
     megabytes = 4 * torch.get_num_threads() if (family, precision) == ("MONAI's", "bf16") else 0
     _compare(make(efficient=engine), shape, precision, 0.1, megabytes * MIB)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_stem_in_bf16_takes_what_was_predicted_with_any_number_of_threads(threads):
+    """On a processor with AMX oneDNN's convolutions of these images take megabytes a thread in bf16."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        _compare(DenseNet(8, (2,), small_inputs=False, dims=3, in_channels=1), (2, 1, 32, 32, 32), "bf16", 0.01)
+        _compare(DenseNet(16, (2,), small_inputs=False), (2, 3, 128, 128), "bf16", 0.01)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_steps_in_float64_with_frozen_norms_in_channels_last_and_with_saved_bottlenecks():

@@ -48,17 +48,17 @@ def _sums_of_processes(grads: Gradients, count: Tensor, sync_group: SyncGroup | 
 def _conv_backward(
     convolved: Convolved, needs_grad_input: bool, needs_grad_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad_input and grad_weight of the convolution, for as many images at a time as in its forward."""
+    """grad_input and grad_weight of the convolution, for as many images at a time as in its forward, in its dtype."""
     x, tiles, output_mask = convolved.x, convolved.image_tiles, [needs_grad_input, needs_grad_weight, False]
     grad_input = torch.empty_like(x) if needs_grad_input and len(tiles) > 1 else None
     grad_weight = None
     for images in tiles:
-        arguments = convolved.values[images], x[images], convolved.weight, output_mask
-        grad_of_images, partial, _ = convolved.spec.conv.backward(*arguments)
+        grad_output, part = (as_dtype(each[images], convolved.conv_dtype) for each in (convolved.values, x))
+        grad_of_images, partial, _ = convolved.spec.conv.backward(grad_output, part, convolved.weight, output_mask)
         if grad_input is not None and grad_of_images is not None:
             grad_input[images] = grad_of_images
-        else:
-            grad_input = grad_of_images
+        elif grad_of_images is not None:
+            grad_input = as_dtype(grad_of_images, x.dtype)
         if partial is not None:
             partial = as_dtype(partial, convolved.spec.accumulation_dtype)
             grad_weight = partial if grad_weight is None else grad_weight.add_(partial)

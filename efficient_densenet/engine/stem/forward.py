@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..._tensors import memory_format_of
+from ..._tensors import as_dtype, device_type, memory_format_of
 from ...kernels import kernels_for
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, AffineInput, BatchNormAffine, StatisticsOutput
 from ...kernels.row_tiles import slices
@@ -16,22 +16,31 @@ from .spec import StemSpec
 
 
 class Convolved:
-    """The inputs of a stem's convolution in its dtype, and its output z = conv(x), (N, out_channels, *spatial)."""
+    """The inputs of a stem's convolution in its dtype, and its output z = conv(x), (N, out_channels, *spatial).
+
+    On a CPU contiguous images of half precision are convolved in float32, one at a time. In bfloat16 oneDNN copies them
+    for each thread, with 16 channels each, where it has AMX: that took up to ten times the memory.
+    """
 
     def __init__(self, spec: StemSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         dtype = spec.torch_dtype
-        self.spec, self.x, self.weight = spec, x.to(dtype), weight.to(dtype)
+        self.spec, self.x = spec, x.to(dtype)
         self.kernels = kernels_for(self.x, activations=[spec.activation.name])
         size = convolved_size(x.shape[2:], weight.shape[2:], *spec.conv[:3])
         shape = torch.Size([len(x), len(weight), *size])
-        self.image_tiles = slices(len(x), self.kernels.images_at_once(self.x, shape), x)
-        self.values = self._convolve(shape, None if bias is None else bias.to(dtype))
+        is_half_on_cpu = dtype.itemsize == 2 and device_type(x) == "cpu"
+        in_float32 = is_half_on_cpu and memory_format_of(self.x) is torch.contiguous_format
+        self.conv_dtype = torch.float32 if in_float32 else dtype
+        self.weight = weight.to(dtype).to(self.conv_dtype)
+        self.image_tiles = slices(len(x), 1 if in_float32 else self.kernels.images_at_once(self.x, shape), x)
+        self.values = self._convolve(shape, None if bias is None else bias.to(dtype).to(self.conv_dtype))
         self.count = self.values.numel() // len(weight)
 
     def _convolve(self, shape: torch.Size, bias: Tensor | None) -> Tensor:
         values = None
         for images in self.image_tiles:
-            part = self.spec.conv.forward(self.x[images], self.weight, bias)
+            part = self.spec.conv.forward(as_dtype(self.x[images], self.conv_dtype), self.weight, bias)
+            part = as_dtype(part, self.x.dtype)
             if len(part) == len(self.x):
                 return part.contiguous(memory_format=memory_format_of(part))
             if values is None:
