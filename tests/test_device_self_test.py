@@ -20,12 +20,12 @@ from helpers import kernel_modules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet import DenseNet, create_model, doctor, kernels
+from efficient_densenet import DenseNet, doctor, kernels
 from efficient_densenet.kernels import device_self_test, python_process
 from efficient_densenet.kernels.activations import TABLE
 from efficient_densenet.kernels.comparison import Case, StemCase
 
-pytest.importorskip("triton", reason="needs Triton")
+triton = pytest.importorskip("triton", reason="needs Triton")
 launch, operations, tiles, conv3x3 = kernel_modules("triton_gpu", "launch", "operations", "tiles", "conv3x3")
 pytestmark = pytest.mark.usefixtures("mended_interpreter")
 GPU = torch.device("cuda", 0)
@@ -78,8 +78,8 @@ def test_every_kernel_is_compared_with_every_activation(activation, monkeypatch)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rounding_of_large_cases_is_no_failure(dtype, monkeypatch):
     """They are compared on GPUs alone. Where many rows are summed, half precision differs most from the exact sum."""
-    large = [each for each in device_self_test.large_checks(dtype) if each[0] == "conv1x1_backward"]
-    monkeypatch.setattr(device_self_test, "_checks_on", lambda *_: ([], large))
+    large = (each for each in device_self_test.large_checks(dtype) if each[0] == "conv1x1_backward")
+    monkeypatch.setattr(device_self_test, "checks", lambda *_: large)
     assert _find_failure(dtype) is None
 
 
@@ -87,8 +87,8 @@ def test_nan_is_no_rounding_where_pytorch_s_operations_have_it_too():
     def function(kernels, case) -> list[torch.Tensor]:
         return [case.values if case.dtype is torch.float64 else case.values * math.nan]
 
-    check = "center", function, lambda: Case((2, 3), 4, 5)
-    assert "differs" in device_self_test._compare(operations, "cpu", 1e-2, check)
+    with mock.patch.dict(device_self_test.OPERATIONS, center=function):
+        assert "differs" in device_self_test._compare(operations, "cpu", 1e-2, ("center", Case((2, 3), 4, 5)))
     assert device_self_test._largest_difference([torch.tensor([math.nan, 1])], [torch.ones(2)]) == math.inf
 
 
@@ -150,14 +150,14 @@ def gpu(monkeypatch, tmp_path):
     """A GPU, and what the process of a test says: `returncode`, `stdout` and `stderr`; `starts` counts them."""
     said = SimpleNamespace(returncode=0, stdout=_printed(), stderr="", starts=0, error=None)
 
-    def run(*tested):
+    def run(*command, **options):
         said.starts += 1
         if said.error:
             raise said.error
         return subprocess.CompletedProcess([], said.returncode, said.stdout, said.stderr)
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device_self_test, "_run", run)
+    monkeypatch.setattr(device_self_test.subprocess, "run", run)
     monkeypatch.setattr(kernels, "_numba_compiles", lambda dtype: True)  # which the empty directory has nothing of
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
@@ -180,13 +180,17 @@ def test_what_was_tested_is_not_tested_again(gpu, monkeypatch, caplog):
     for i, tested in enumerate([(), (torch.bfloat16,), (torch.float32, "silu"), (torch.bfloat16, "silu")], 1):
         assert all(_in_another_process(*tested) for _ in range(2))
         assert gpu.starts == i
-    for owner, name in (
-        *((torch.cuda, "get_device_name"), (torch.cuda, "get_device_capability")),
-        *((device_self_test, each) for each in ("_sources", "_triton_version", "_driver_version")),
-        (device_self_test.convolution, "precision"),
+    sources = SimpleNamespace(sha256=lambda text: SimpleNamespace(hexdigest=lambda: "another"))
+    for owner, name, another in (
+        (torch.cuda, "get_device_name", lambda *_: "another"),
+        (torch.cuda, "get_device_capability", lambda *_: (8, 0)),
+        (device_self_test.convolution, "precision", lambda: "tf32"),
+        (torch, "__version__", "another"),
+        (triton, "__version__", "another"),
+        (device_self_test, "hashlib", sources),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(owner, name, lambda *_: "another")
+            patch.setattr(owner, name, another)
             starts = gpu.starts
             assert _in_another_process()
             assert gpu.starts == starts + 1, name
@@ -224,7 +228,9 @@ def test_a_process_compares_and_times_a_layer(failure, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     arguments = "float32", "ieee", "relu", "1"
     device_self_test.main("cpu", "a GPU", *arguments)
-    found = device_self_test._result_of(subprocess.CompletedProcess([], 0, capsys.readouterr().out, ""))
+    done = subprocess.CompletedProcess([], 0, capsys.readouterr().out)
+    with mock.patch("subprocess.run", return_value=done):
+        found = device_self_test._test(0, torch.float32, "ieee", "relu")
     triton, portable, plain = found.seconds
     assert (found.failure, found.certain, found.passed) == (failure or "", True, False)
     assert min(portable, plain) > 0
@@ -292,24 +298,24 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
-    result = device_self_test._result_of(device_self_test._run(0, torch.float32, "ieee", "relu"))
-    assert not result.certain
-    assert "NVIDIA" in result.failure or "CUDA" in result.failure, result
+    lacking = device_self_test._test(0, torch.float32, "ieee", "relu")
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(OSError, match="no Python interpreter to start"):
-        device_self_test._run(0, torch.float32, "ieee", "relu")
+    frozen = device_self_test._test(0, torch.float32, "ieee", "relu")
+    assert (lacking.certain, frozen.certain) == (False, False)
+    assert "NVIDIA" in lacking.failure or "CUDA" in lacking.failure, lacking
+    assert "no Python interpreter to start" in frozen.failure
 
 
-@pytest.mark.parametrize("seconds", [1, -9])
-def test_a_test_that_never_ends_is_ended(seconds, monkeypatch):
+@pytest.mark.parametrize(("seconds", "failure"), [(1, "ended with status 1"), (-9, "timed out after 1 seconds")])
+def test_a_test_that_never_ends_is_ended(seconds, failure, monkeypatch):
     """It ends itself or, where it cannot or has not started yet, is ended ten seconds later."""
     command = python_process.command
     monkeypatch.setattr(python_process, "command", lambda module, *words: command(Path(__file__).stem, *words))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(device_self_test, "SECONDS", seconds)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        assert device_self_test._run(0, torch.float32, "ieee", "relu").returncode == 1
-        assert seconds > 0
+    found = device_self_test._test(0, torch.float32, "ieee", "relu")
+    assert not found.certain
+    assert failure in found.failure
 
 
 def main(*arguments: str) -> None:
@@ -318,35 +324,6 @@ def main(*arguments: str) -> None:
     torch.zeros = lambda *_, **__: None
     torch.cuda.get_device_name = lambda device: "a GPU"
     device_self_test.main(*arguments)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("dtype", "precision"), [(torch.float32, "tf32"), (torch.float32, "ieee"), (torch.bfloat16, "ieee")]
-)
-def test_the_kernels_of_a_step_are_compared_with_the_constants_of_that_step(dtype, precision, monkeypatch):
-    """Tiles are those of an H100."""
-
-    def launching(prepared, *tensors):
-        dtypes = [str(each.dtype) for each in tensors]
-        launched.add((prepared.kernel.fn.__name__, *dtypes, str(sorted(prepared.constants.items()))))
-
-    launched: set = set()
-    for module in tiles, conv3x3:
-        monkeypatch.setattr(module, "device_limits", lambda device: tiles.OF_H100)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", precision == "tf32")
-    monkeypatch.setattr(kernels, "triton_supports", lambda values: True)
-    monkeypatch.setattr(launch, "launch", launching)
-    for _, function, make_case in (*device_self_test.checks(dtype), *device_self_test.large_checks(dtype)):
-        with torch.no_grad(), contextlib.suppress(AssertionError):  # of a case that finds memory that nobody wrote
-            function(operations, make_case())
-    compared = set(launched)
-    for name, batch_size, size in (("densenet121", 4, 224), ("densenet161", 2, 224), ("densenet_bc_100_12", 16, 32)):
-        model, images = create_model(name, efficient="shared"), torch.zeros(batch_size, 3, size, size)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-            output = model(images)
-        output.float().sum().backward()
-        assert sorted(launched - compared) == [], name
 
 
 def _lines_of_doctor(monkeypatch, **options) -> list[str]:

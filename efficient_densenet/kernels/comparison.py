@@ -279,7 +279,7 @@ STEM_OPERATIONS: dict[str, Callable[[Any, StemCase], Results]] = {
 }
 
 
-SETTINGS: dict[str, dict[str, bool]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "usual": {},
     "overwrite": {"overwrite": True},
     "centered": {"centered": True},

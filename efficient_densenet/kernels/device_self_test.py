@@ -19,7 +19,6 @@ import os
 import random
 import signal
 import subprocess
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import convolution, disk_cache, portable, python_process
 from .comparison import OPERATIONS, SETTINGS, STEM_OPERATIONS, Case, Results, StemCase, is_valid
@@ -44,8 +43,7 @@ MODES = {
 SECONDS = 120
 """The most time of a test."""
 
-STARTED = "efficient_densenet compares kernels"
-RESULT = "efficient_densenet has tested kernels: "
+STARTED, RESULT = "efficient_densenet compares kernels", "efficient_densenet has tested kernels: "
 """The beginnings of lines that the process prints; a result is JSON."""
 
 TOLERANCES = {"ieee": 2e-5, "tf32": 8e-3, torch.float16: 8e-3, torch.bfloat16: 2e-2}
@@ -69,20 +67,13 @@ ALIGNED_CONV3X3 = [((2, 6, 6), *channels) for channels in ((128, 32), (192, 48),
 LARGE = [((9, 128, 128), 16, 48), ((2, 96, 96), 16, 128), ((2, 96, 96), 16, 192)]
 """Sizes at which program instances have several tiles of rows, or statistics are of many tiles."""
 
-FEATURES = {"centered": True, "centered_bottleneck": False}
-"""Arguments of a case as in a stage whose norms are not frozen: features are stored centered, bottlenecks are not."""
-
 LAYER_SHAPE, LAYER_CHANNELS, ROUNDS = (64, 56, 56), (320, 128, 32), 5
 """Shape and channels of the layer that is timed, of densenet121, and how many times. Its products take a larger part of
 the time than those of BC-100-12, which counts where Triton multiplies without tensor cores."""
 
-_CRASHES = [-each for each in signal.Signals if each.name in ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV")]
-
+_CRASHES = -signal.SIGABRT, -signal.SIGFPE, -signal.SIGILL, -signal.SIGSEGV
 _LACKS = "out of memory", "ALLOC_FAILED", "busy or unavailable"
 """Parts of error messages that mean resources are missing, not a wrong kernel."""
-
-_random_numbers = threading.Lock()
-"""Lock of the thread that draws from PyTorch's generator, so that each case has the same numbers everywhere."""
 
 
 class Result(NamedTuple):
@@ -100,14 +91,9 @@ class Result(NamedTuple):
         return not self.failure and (not self.seconds or self.seconds[0] <= self.seconds[1])
 
     def times(self) -> str:
-        names = "Triton's kernels", "PyTorch's operations", "plain modules"
-        times = zip(self.seconds, names, strict=False)
+        times = zip(self.seconds, ("Triton's kernels", "PyTorch's operations", "plain modules"), strict=False)
         said = [f"{1000 * each:.2f} ms by {name}" for each, name in times if each < math.inf]
         return f"a layer takes {', '.join(said)}" if said else ""
-
-
-Check = tuple[str, Callable[[Any, Any], Results], Callable[[], Any]]
-"""The name of an operation, the operation, and a function that makes its case."""
 
 
 class CannotTestError(Exception):
@@ -143,12 +129,9 @@ def result(index: int, dtype: torch.dtype, precision: str, *, activation: str) -
     found = stored_result(*tested)
     if found is None:
         python_process.logger.warning("testing the Triton kernels for %s once, about 15 s", kind)
-        try:
-            found = _result_of(_run(*tested))
-        except Exception as error:  # whatever it is, training goes on
-            found = Result(f"the test could not be run ({error})", certain=False)
+        found = _test(*tested)
         if found.certain:
-            disk_cache.store(_file_name(*tested[1:]), _key(*tested), json.dumps(found).encode())
+            disk_cache.store(*_file(*tested), json.dumps(found).encode())
     instead = f"PyTorch's operations run in the place of the Triton kernels for {kind}"
     if found.failure:
         cause = "of what a test has found" if found.certain else "they could not be tested"
@@ -165,60 +148,43 @@ def result(index: int, dtype: torch.dtype, precision: str, *, activation: str) -
 
 def stored_result(index: int, dtype: torch.dtype, precision: str, activation: str) -> Result | None:
     """The result of an earlier test, or None."""
-    content = disk_cache.load(_file_name(dtype, precision, activation), _key(index, dtype, precision, activation))
+    content = disk_cache.load(*_file(index, dtype, precision, activation))
     return None if content is None else Result(*json.loads(content))
 
 
-def _file_name(dtype: torch.dtype, precision: str, activation: str) -> str:
-    return f"triton_{_name(dtype)}_{precision}" + ("" if activation == "relu" else f"_{activation}")
-
-
-def _run(index: int, dtype: torch.dtype, precision: str, activation: str) -> subprocess.CompletedProcess:
-    arguments = f"cuda:{index}", torch.cuda.get_device_name(index), _name(dtype), precision, activation, str(SECONDS)
-    environment = os.environ | {VARIABLE: "off"}  # whatever it starts tests nothing
-    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
-    command = python_process.command(__name__, *arguments)
-    return subprocess.run(command, env=environment, timeout=SECONDS + 10, check=False, **streams)
-
-
-def _result_of(done: subprocess.CompletedProcess) -> Result:
-    """The result that the process has printed. Where it says nothing about the kernels, nothing is certain."""
-    printed = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    if printed:
-        return Result(*json.loads(printed[-1]))
-    failure = f"the test ended with status {done.returncode}: {' '.join(done.stderr.split())[-300:]}"
-    return Result(failure, STARTED in done.stdout and done.returncode in _CRASHES)
-
-
-def _key(index: int, dtype: torch.dtype, precision: str, activation: str) -> bytes:
-    """A key of everything on which the result depends."""
-    device = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index), _driver_version()
-    versions = torch.__version__, str(torch.version.cuda), _triton_version(), _sources()
-    return json.dumps([*device, *versions, _name(dtype), precision, activation]).encode()
-
-
-def _driver_version() -> str:
-    """The version that the driver's kernel module names; nothing where the module is the host system's, as in WSL2."""
-    file = Path("/proc/driver/nvidia/version")
-    return file.read_text() if file.exists() else ""
-
-
-def _triton_version() -> str:
-    import triton  # here, since machines without GPUs may lack it
-
-    return triton.__version__
-
-
-@functools.cache
-def _sources() -> str:
-    """A checksum of the kernels and of their test."""
+def _file(index: int, dtype: torch.dtype, precision: str, activation: str) -> tuple[str, bytes]:
+    """The name of a result on disk, and a key of everything on which it depends."""
     folder = Path(__file__).parent
-    files = [*folder.glob("*.py"), *(folder / "triton_gpu").rglob("*.py")]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in sorted(files))).hexdigest()
+    sources = b"\0".join(
+        file.read_bytes() for file in sorted([*folder.glob("*.py"), *folder.glob("triton_gpu/**/*.py")])
+    )
+    driver = Path("/proc/driver/nvidia/version")  # absent where it is the host system's, as in WSL2
+    versions = torch.__version__, torch.version.cuda, importlib.import_module("triton").__version__
+    device = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    key = *device, driver.read_text() if driver.exists() else "", *versions, hashlib.sha256(sources).hexdigest()
+    tested = _name(dtype), precision, activation
+    return "_".join(["triton", *tested]), json.dumps([*key, *tested]).encode()
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _test(index: int, dtype: torch.dtype, precision: str, activation: str) -> Result:
+    """The result that a process of its own prints. Where it says nothing about the kernels, nothing is certain."""
+    arguments = f"cuda:{index}", torch.cuda.get_device_name(index), _name(dtype), precision, activation, str(SECONDS)
+    environment = os.environ | {VARIABLE: "off"}  # whatever it starts tests nothing
+    streams = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    try:
+        command = python_process.command(__name__, *arguments)
+        done = subprocess.run(command, env=environment, timeout=SECONDS + 10, check=False, **streams)
+        printed = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
+        if printed:
+            return Result(*json.loads(printed[-1]))
+    except Exception as error:  # whatever it is, training goes on
+        return Result(f"the test could not be run ({error})", certain=False)
+    failure = f"the test ended with status {done.returncode}: {' '.join(done.stderr.split())[-300:]}"
+    return Result(failure, STARTED in done.stdout and done.returncode in _CRASHES)
 
 
 # In the process of its own
@@ -248,14 +214,14 @@ def main(device: str, device_name: str, dtype: str, precision: str, activation: 
 def find_failure(
     device: str, dtype: torch.dtype, precision: str, activation: str = "relu", num_threads: int = 16
 ) -> str | None:
-    """The first kernel that fails, and how; or None. With another activation than ReLU, of which all kernels have been
-    compared before, only those that apply it run, on few cases.
+    """The first kernel that fails, and how; or None.
 
     The smaller cases run in several threads, which compile their kernels; then the large ones run one by one.
     """
-    kernels = importlib.import_module(f"{__package__}.triton_gpu.host.operations")
-    compare = partial(_compare, kernels, device, TOLERANCES[precision if dtype is torch.float32 else dtype])
-    small, large = _checks_on(device, dtype, activation)
+    compare = partial(_compare, _triton_kernels(), device, TOLERANCES[precision if dtype is torch.float32 else dtype])
+    torch.manual_seed(0)
+    small = [*checks(dtype, activation)]
+    large = large_checks(dtype) if device.startswith("cuda") and activation == "relu" else ()
     random.Random(0).shuffle(small)  # neighbors use the same kernels, which several threads would compile
     with ThreadPoolExecutor(num_threads) as pool:
         failures = itertools.chain((pool.map if num_threads > 1 else map)(compare, small), map(compare, large))
@@ -264,105 +230,92 @@ def find_failure(
     return failure
 
 
-def time_layer(device: str, dtype: torch.dtype, with_triton: bool = True) -> list[float]:
+def time_layer(device: str, dtype: torch.dtype, with_triton: bool) -> list[float]:
     """`Result.seconds`. By kernels the backward recomputes the bottleneck, as in a stage."""
     channels, width, growth_rate = LAYER_CHANNELS
-    settings = {"device": device, "padding": 0}
-    conv1x1 = Case(LAYER_SHAPE, channels, width, dtype, centered=True, centered_bottleneck=False, **settings)
-    conv3x3 = Case(LAYER_SHAPE, width, growth_rate, dtype, **settings)
+    conv1x1 = Case(LAYER_SHAPE, channels, width, dtype, device=device, padding=0, **_options("conv1x1")[0])
+    conv3x3 = Case(LAYER_SHAPE, width, growth_rate, dtype, device=device, padding=0)
     calls = [("conv1x1_forward_with_statistics", conv1x1), ("conv3x3_forward_with_statistics", conv3x3)]
     calls += [("conv1x1_forward", conv1x1), ("conv3x3_backward", conv3x3), ("conv1x1_backward", conv1x1)]
-
-    @torch.no_grad()
-    def by_kernels(kernels: Any) -> Tensor:
-        return [OPERATIONS[operation](kernels, case) for operation, case in calls][-1][-1]
-
-    norm1, norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(width)
+    norms = nn.BatchNorm2d(channels), nn.BatchNorm2d(width)
     convs = nn.Conv2d(channels, width, 1, bias=False), nn.Conv2d(width, growth_rate, 3, padding=1, bias=False)
-    layer = nn.Sequential(norm1, nn.ReLU(True), convs[0], norm2, nn.ReLU(True), convs[1]).to(device, dtype)
+    layer = nn.Sequential(norms[0], nn.ReLU(True), convs[0], norms[1], nn.ReLU(True), convs[1]).to(device, dtype)
     sizes = [(LAYER_SHAPE[0], each, *LAYER_SHAPE[1:]) for each in (channels - growth_rate, growth_rate)]
     features = [torch.randn(each, device=device, dtype=dtype, requires_grad=True) for each in sizes]
     grad_output = torch.randn_like(features[1])
 
-    def by_plain_modules() -> Tensor:
-        return torch.autograd.grad(layer(torch.cat(features, 1)), [*features, *layer.parameters()], grad_output)[0]
-
-    def seconds(run: Callable[[], Tensor]) -> float:
+    def seconds(kernels: Any) -> float:
+        """The time by a set of kernels, or by plain modules."""
         start = time.perf_counter()
-        output = run()
+        if kernels is None:
+            inputs = [*features, *layer.parameters()]
+            output = torch.autograd.grad(layer(torch.cat(features, 1)), inputs, grad_output)[0]
+        else:
+            with torch.no_grad():
+                output = [OPERATIONS[operation](kernels, case) for operation, case in calls][-1][-1]
         output[(0,) * output.dim()].item()  # waits for the device
         return time.perf_counter() - start
 
-    runs: list[Callable[[], Tensor]] = [partial(by_kernels, portable), by_plain_modules]
-    if with_triton:
-        kernels = importlib.import_module(f"{__package__}.triton_gpu.host.operations")
-        runs.insert(0, partial(by_kernels, kernels))
-    rounds = [[seconds(run) for run in runs] for _ in range(ROUNDS)]  # the first compiles
-    fastest = [min(each) for each in zip(*rounds, strict=True)]
+    runs = [*([_triton_kernels()] if with_triton else []), portable, None]
+    fastest = [min(each) for each in zip(*([seconds(run) for run in runs] for _ in range(ROUNDS)), strict=True)]
     return fastest if with_triton else [math.inf, *fastest]
 
 
-def _checks_on(device: str, dtype: torch.dtype, activation: str) -> tuple[list[Check], list[Check]]:
-    """The small checks, and the large ones."""
-    if activation != "relu":
-        return [*checks_of_activation(activation, dtype)], []
-    return [*checks(dtype)], [*large_checks(dtype)] if device.startswith("cuda") else []
+def _triton_kernels() -> Any:
+    return importlib.import_module(f"{__package__}.triton_gpu.host.operations")
 
 
-def checks(dtype: torch.dtype) -> Iterator[Check]:
-    for operation, function in OPERATIONS.items():
-        for shape, channels, width in UNALIGNED:
+def checks(dtype: torch.dtype, activation: str = "relu") -> Iterator[tuple[str, Any]]:
+    """Operations, each with a small case. With another activation than ReLU, with which all have been compared before,
+    few of those that apply it."""
+    few = activation != "relu"
+    make_case: Callable[..., Case] = partial(Case, dtype=dtype, activation=activation)
+    for operation in OPERATIONS:
+        if few and not operation.startswith(("conv", "pooled")):
+            continue
+        is_conv3x3 = "conv3x3" in operation
+        for shape, channels, width in UNALIGNED[: 1 if few else None]:
             for setting in "usual", "overwrite", "frozen", "no_grad_weight":
                 if is_valid(operation, shape, channels, setting) and (setting == "usual" or channels == 36):
-                    options = SETTINGS[setting] if setting == "frozen" else _options(operation)[0] | SETTINGS[setting]
-                    yield operation, function, partial(Case, shape, channels, width, dtype, **options)
-        for shape, channels, width in ALIGNED_CONV3X3 if "conv3x3" in operation else ALIGNED:
-            for options in _options(operation):
-                yield operation, function, partial(Case, shape, channels, width, dtype, padding=0, **options)
-        for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)] if "conv3x3" in operation else ():
-            yield operation, function, partial(Case, shape, 9, 16, dtype, dilation=dilation)
-    for operation, function in STEM_OPERATIONS.items():
-        for size in (9, 14), (8, 12):
-            yield operation, function, partial(StemCase, 64, dtype, torch.contiguous_format, size)
-        for channels in 3, 64:
-            yield operation, function, partial(StemCase, channels, dtype, torch.channels_last)
+                    options = {} if setting == "frozen" else _options(operation)[0]
+                    yield operation, make_case(shape, channels, width, **options, **SETTINGS[setting])
+        for sizes in (ALIGNED_CONV3X3 if is_conv3x3 else ALIGNED)[: 1 if few else None]:
+            for options in _options(operation)[: 1 if few else None]:
+                yield operation, make_case(*sizes, padding=0, **options)
+        for shape, dilation in [((2, 9), 1), ((2, 4, 3, 5), 1), ((2, 5, 13), 2)] if is_conv3x3 and not few else ():
+            yield operation, make_case(shape, 9, 16, dilation=dilation)
+    for operation in STEM_OPERATIONS:
+        for channels, size in [(64, (9, 14))] if few else [(3, (9, 14)), (64, (8, 12))]:
+            for layout in (
+                (torch.contiguous_format, torch.channels_last) if "activation" in operation or not few else ()
+            ):
+                yield operation, StemCase(channels, dtype, layout, size, activation)
 
 
-def checks_of_activation(activation: str, dtype: torch.dtype) -> Iterator[Check]:
-    for operation, function in OPERATIONS.items():
-        if operation.startswith(("conv", "pooled")):
-            make_case = partial(Case, dtype=dtype, activation=activation)
-            yield operation, function, partial(make_case, *UNALIGNED[0])
-            aligned = (ALIGNED_CONV3X3 if "conv3x3" in operation else ALIGNED)[0]
-            yield operation, function, partial(make_case, *aligned, padding=0, **_options(operation)[0])
-    for operation, function in STEM_OPERATIONS.items():
-        for memory_format in (torch.contiguous_format, torch.channels_last) if "activation" in operation else ():
-            yield operation, function, partial(StemCase, 64, dtype, memory_format, activation=activation)
-
-
-def large_checks(dtype: torch.dtype) -> Iterator[Check]:
+def large_checks(dtype: torch.dtype) -> Iterator[tuple[str, Any]]:
     """Operations with equal arguments have one case: its random numbers take longer than they do."""
     for shape, channels, width in LARGE:
-        make_case = functools.cache(partial(Case, shape, channels, dtype=dtype, padding=0))
-        for operation, function in OPERATIONS.items():
+        make_case: Callable[..., Case] = functools.cache(partial(Case, shape, channels, dtype=dtype, padding=0))
+        for operation in OPERATIONS:
             out_channels = 12 if "conv3x3" in operation else width  # wider ones are cuDNN's
-            yield operation, function, partial(make_case, width=out_channels, **_options(operation)[0])
+            yield operation, make_case(width=out_channels, **_options(operation)[0])
 
 
-def _options(operation: str) -> list[dict[str, bool]]:
-    """Arguments of an operation's cases in a stage."""
-    options = {} if "conv3x3" in operation or operation == "batch_statistics" else FEATURES
+def _options(operation: str) -> list[dict[str, Any]]:
+    """Arguments of an operation's cases, as in a stage whose norms are not frozen: features are stored centered,
+    bottlenecks are not."""
+    features = "conv3x3" not in operation and operation != "batch_statistics"
+    options = {"centered": True, "centered_bottleneck": False} if features else {}
     return [options, options | {"overwrite": True}] if operation.endswith("backward") else [options]
 
 
 @torch.no_grad()
-def _compare(kernels: Any, device: str, tolerance: float, check: Check) -> str | None:
+def _compare(kernels: Any, device: str, tolerance: float, check: tuple[str, Any]) -> str | None:
     """What is wrong with an operation's results, or None."""
-    operation, function, make_case = check
+    operation, case = check
+    function: Callable[[Any, Any], Results] = (OPERATIONS | STEM_OPERATIONS)[operation]
     try:
-        with _random_numbers:
-            torch.manual_seed(0)
-            case = make_case().on(device)
+        case = case.on(device)
         exact = function(portable, case.in_float64())
         difference = _largest_difference(function(kernels, case), exact)
     except Exception as error:
