@@ -43,8 +43,7 @@ def main(words: list[str] | None = None) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    with torch.device("meta"):
-        model = _build(options)
+    model = _build(options, "meta")
     usual = 32 if VARIANTS.get(options.model, {}).get("small_inputs", ":" not in options.model) else 224
     sides, dims = options.image_size or [usual], options.dims or 2
     channels = getattr(model, "in_channels", options.in_channels or 3)
@@ -79,16 +78,18 @@ def _report(options: argparse.Namespace) -> None:
         print(f"\npicture: {options.picture}")
 
 
-def _build(options: argparse.Namespace) -> Any:
+def _build(options: argparse.Namespace, device: str) -> Any:
     given = {name: getattr(options, name) for name in ("in_channels", "num_classes", "dims")}
     arguments = {name: value for name, value in given.items() if value is not None}
     if ":" not in options.model:
-        return create_model(options.model, efficient=options.engine, **arguments)
+        with torch.device(device):
+            return create_model(options.model, efficient=options.engine, **arguments)
     sys.path.append("")  # where a file of one's own is
     try:
         build = pkgutil.resolve_name(options.model)
         theirs = {THEIR_WORDS.get(name, (name,))[0]: name for name in inspect.signature(build).parameters}
-        model = build(**{theirs.get(name, name): value for name, value in arguments.items()})
+        with torch.device(device):
+            model = build(**{theirs.get(name, name): value for name, value in arguments.items()})
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
             f"{options.model} built no model: {error}; --dims, --in_channels and --num_classes go to it"
@@ -128,7 +129,7 @@ def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: 
     """The tensor peak of a real step."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("found --measure without a GPU: add --device cpu")
-    model = _build(options).to(device)
+    model = _build(options, device)
     if plan is not None:
         keep(model, plan)
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
