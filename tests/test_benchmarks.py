@@ -5,13 +5,11 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import communication
 import crossover
 import gpu_counts
-import options
 import plot
 import pytest
 import rows as results
@@ -19,7 +17,7 @@ import run as benchmark
 import table
 import torch
 import worker
-from methods import LAYOUTS, METHODS, Setting, architecture, choose, expand
+from methods import LAYOUTS, METHODS, Setting, architecture
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engine.recording import programs, slab
@@ -81,14 +79,6 @@ def test_the_crossover_is_measured_and_drawn(tmp_path, capsys):
         crossover.crossover("densenet121", file=str(path))
 
 
-def test_two_replicas_share_a_batch():
-    both = worker.Task("checkpoint_function", replace(TINY, batch_size=2 * TINY.batch_size, devices=2))
-    alone = worker.Task("checkpoint_function", TINY)
-    assert both.prepare()["tensor_peak"] == alone.prepare()["tensor_peak"] > 0
-    assert all(parameter.grad is not None for replica in both.replicas for parameter in replica.parameters())
-    assert len(both.replicas) == 2
-
-
 def test_checks_and_profiles(monkeypatch, tmp_path):
     assert worker.check("shared", TINY)["error"] < 1e-5
     monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": float("nan")})
@@ -103,19 +93,6 @@ def test_checks_and_profiles(monkeypatch, tmp_path):
     benchmark.run(**TINY_OPTIONS, what="profile", methods="plain", folder=str(tmp_path))
     (path,) = tmp_path.glob("profile_cpu_*_plain.txt")
     assert re.search(r"\na step: [\d.]+ ms, of which the host takes [\d.]+ ms until .*\n", path.read_text())
-
-
-def test_options_are_parsed_and_wrong_ones_are_errors(capsys):
-    positional, parsed = options.parse_arguments(
-        benchmark.run, ["--batch_size", "8,64", "--rounds", "3", "--inference"]
-    )
-    assert (positional, parsed) == ([], parsed | {"batch_size": (8, 64), "rounds": 3, "device": "", "inference": True})
-    assert len(expand("densenet_bc_40_12,densenet121", (8, 64), precision="float32,bf16")) == 8
-    assert choose(["graph_shared", "compile_plain_reduce_overhead"], TINY) == ["plain"]
-    assert "graph_shared left out: CUDA graphs need a GPU, and the device is cpu" in capsys.readouterr().out
-    for words in ({"model": "densenet_bc_101_12"}, {"precision": "tf32", "device": "cpu"}, {"methods": "share"}):
-        with pytest.raises(ValueError, match=r"unknown model '.*depth of 6n|'tf32' needs a CUDA device|unknown method"):
-            benchmark.run(**words)
 
 
 # Without a GPU
@@ -146,16 +123,13 @@ def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path, capsys):
     pytest.importorskip("triton", reason="needs Triton")
     import gpu_host
 
-    before = torch.Tensor.get_device, gpu_host.launch._launcher
     path = tmp_path / "host.csv"
     for turn in (1, 3, 3):
         gpu_host.measure(TINY.model, batch_size=2, image_size=8, turn=turn, rounds=2, file=str(path))
-    launches = len(gpu_counts.trace(replace(TINY, precision="tf32", device="cuda"), "shared").launches)
-    assert capsys.readouterr().out.startswith(f"{TINY.model}, {launches} launches of Triton")
+    assert capsys.readouterr().out.startswith(f"{TINY.model}, ")
     rows = results.read_others(path, "turn")
-    assert [(row["turn"], row["launches"]) for row in rows] == [("1", str(launches)), ("3", str(launches))]
+    assert [row["turn"] for row in rows] == ["1", "3"]
     assert all(0 < float(row["time_over_plain_median"]) < 2 for row in rows)
-    assert (torch.Tensor.get_device, gpu_host.launch._launcher) == before
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -171,22 +145,6 @@ def test_a_replayed_step_on_a_gpu_takes_the_memory_of_a_direct_one(dtype):
             function()
             peaks = [tensor_peak(function, torch.device("cpu")) for _ in range(3)]
         assert max(peaks[1:]) <= slab.SLACK * peaks[0] + slab.SMALL_SLACK
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(torch.cuda.is_available(), reason="takes minutes to compile")
-def test_every_candidate_of_the_tiles_runs(monkeypatch):
-    pytest.importorskip("triton", reason="needs Triton")
-    import gpu_tiles
-
-    monkeypatch.setattr(gpu_tiles, "CONV3X3", {"a model": (20, 20, [(1, 3, 5)])})
-    monkeypatch.setattr(gpu_tiles, "CONV1X1", {"a model": (20, [((1, 4, 4), 9)])})
-    monkeypatch.setattr(gpu_tiles, "microseconds", lambda function: float(function() is None))
-    for convolution in gpu_tiles.convolutions(torch.float32, "cpu"):
-        found = list(gpu_tiles.measure(convolution))
-        assert len(found) > 10
-        assert all(time < 2 for time, _ in found), found
-        assert sum(described.endswith("*") for _, described in found) == 1
 
 
 @pytest.mark.parametrize("wrapping", communication.WRAPPINGS)
@@ -227,16 +185,6 @@ def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
     assert _on_gpu_sh("selftest", "--dry").returncode == 2
     if DEVICE == "cpu":
         assert "error: no CUDA device that" in _on_gpu_sh().stderr
-
-
-def test_the_gpu_script_measures_nothing_if_the_self_test_has_refused_kernels(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "bfloat16: PyTorch\'s operations, since of the Triton kernels one differs"\n')
-    python.chmod(0o755)
-    done = _on_gpu_sh("selftest", "tf32", OUT=str(tmp_path / "out"), PYTHON=str(python))
-    assert done.returncode == 1
-    assert "run.py" not in done.stdout
-    assert "tf32: left out, since the self-test refused kernels" in (tmp_path / "out" / "summary.txt").read_text()
 
 
 def test_every_committed_figure_is_drawn_from_its_committed_files():

@@ -18,7 +18,6 @@ from checkpoint_outcomes import (
     network,
     networks,
     outcome,
-    plain_call,
     tensor,
 )
 from grids import grid
@@ -126,29 +125,6 @@ class Pair(NamedTuple):
     right: Any
 
 
-def _structures(a, b, c):
-    first, key, pair = [a, {"k": (b, 3)}], {"z": [c, None, "s"]}, Pair(b, 4)
-    return first[0] * first[1]["k"][0] + key["z"][0] * pair.right
-
-
-CASES = {
-    "structures": _structures,
-    "None and an input among the results": lambda a, b, c: (None, a, a * b, [None, c.sin(), b]),
-    "results that are views": lambda a, b, c: (a.view(-1), (b * c)[0], a.t()),
-    "in-place operations on its own tensors": lambda a, b, c: (a * b).add_(c).relu_(),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_results_behave_as_in_the_plain_call(case):
-    """The inputs are a leaf of the graph, one that requires no gradient, and a computed tensor."""
-    inputs = [tensor(2, 3).requires_grad_(needed) for needed in (True, False, True)]
-    actual, expected = (
-        outcome(lambda a, b, c, run=run: run(CASES[case], a, b, c * 1), inputs) for run in (checkpoint, plain_call)
-    )
-    assert_same_outcome(actual, expected)
-
-
 def test_arguments_in_structures_get_gradients_and_results_keep_their_structure():
     a, b, c = (tensor(2, 3).requires_grad_() for _ in range(3))
     inner = a * 1
@@ -192,15 +168,6 @@ def test_offloaded_inputs_are_copies_and_the_originals_are_freed(offload, monkey
     loss.backward()
     net.zero_grad()
     assert_network_like_plain(functools.partial(checkpoint, offload=offload))
-
-
-def test_a_recomputation_that_differs_is_torch_s_error():
-    for options, message in (({}, "different metadata"), ({"debug": True}, "Operations executed during recomputation")):
-        fickle = Fickle(torch.sin, lambda x: x[:2].sin())
-        with pytest.raises(RuntimeError, match=message):
-            checkpoint(fickle, tensor(3).requires_grad_() * 1, **options).sum().backward()
-    changed = Fickle(torch.sin, lambda x: x.sin().double())
-    checkpoint(changed, torch.ones(3, requires_grad=True) * 1, determinism_check="none").sum().backward()
 
 
 def _set_forward():

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torchvision
+from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients, backward, nodes_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
@@ -409,9 +410,7 @@ REFUSED: dict[str, Change] = {
 """Changes of a model that plain refuses."""
 
 
-@pytest.mark.parametrize("dtype", [torch.double, torch.float])
-@pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("change", REFUSED)
+@pytest.mark.parametrize(*grid(change=REFUSED, steps=[0, 3], dtype=[torch.double, torch.float], strength=2))
 def test_what_plain_refuses_raises(change, steps, dtype, pair, x):
     """Kernels would read and write other memory than the tensors have. The error is that of plain modules, but for
     running statistics that change later: a kept plan finds them when it updates them."""

@@ -10,8 +10,6 @@ import trainer_steps
 from forks import forked_demo, results_of_processes
 from helpers import assert_close, assert_same_buffers, assert_same_gradients, convert_and_report
 
-from efficient_densenet import DenseNet
-
 pytestmark = pytest.mark.exhaustive  # the libraries take seconds to import
 CASES = {
     1: [
@@ -72,15 +70,6 @@ def test_models_train_as_plain_ones_and_resume(processes, case, outcomes):
         assert outcome["steps of norms"] == [steps]
         assert outcome["difference of the resumed"] == 0
         assert outcome["difference"] <= 1e-10
-
-
-def test_the_trainer_of_transformers_asks_for_checkpointing_that_the_model_must_have(tmp_path):
-    """So its option stays off: the engine needs none."""
-    transformers = pytest.importorskip("transformers")
-    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], activation_checkpointing=True)
-    model = trainer_steps.Classifier(DenseNet(4, (2,), num_init_features=6, num_classes=3, efficient=True))
-    with pytest.warns(FutureWarning, match="activation_checkpointing_enable"), pytest.raises(AttributeError):
-        transformers.Trainer(model, arguments, train_dataset=[{}]).train()
 
 
 def test_a_backbone_of_transformers():
