@@ -57,6 +57,7 @@ def _find_failure(dtype: torch.dtype = torch.float32, activation: str = "relu") 
     return device_self_test.find_failure("cpu", dtype, "ieee", activation, num_threads=1)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # by the interpreter's NumPy
 @pytest.mark.usefixtures("few_sizes")
 @pytest.mark.parametrize(
     "activation", [pytest.param(name, marks=[] if name == "relu" else pytest.mark.exhaustive) for name in TABLE]
