@@ -39,21 +39,22 @@ def test_growth_with_depth_is_linear(engine):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_layers_share_the_memory_of_their_bottlenecks(keep, tmp_path):
+def test_layers_share_the_memory_of_their_bottlenecks_and_gradients(keep, tmp_path):
     """Where each allocated its own, glibc's heap grew: what lay beside one kept the next from taking its place."""
     if not numba_supports(torch.empty(1)):
         pytest.skip("PyTorch's operations allocate their results themselves")
 
-    def bottlenecks_allocated(depth: int) -> int:
+    def allocated(depth: int) -> tuple[int, int]:
+        """How many memories of a bottleneck's size the step allocates, and of the size of a layer's output."""
         model = DenseNet(growth_rate=8, block_config=(depth,), efficient="shared", keep_bottleneck=keep)
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             model(torch.randn(4, 3, 16, 16)).sum().backward()
         profile.export_chrome_trace(str(tmp_path / "trace.json"))
         events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
         sizes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
-        return sizes.count(4 * 16 * 16 * (4 * 8) * 4) - keep * depth
+        return sizes.count(4 * 16 * 16 * (4 * 8) * 4) - keep * depth, sizes.count(4 * 16 * 16 * 8 * 4) - depth
 
-    assert bottlenecks_allocated(2) == bottlenecks_allocated(7) > 0
+    assert allocated(2) == allocated(7) > (0, 0)
 
 
 def test_each_storage_counts_once():

@@ -51,10 +51,14 @@ def _center(values: Tensor, mean: Tensor, output: Tensor) -> None:
     _with_contiguous_rows("output", output, (rows, channels), output.dtype)
 
 
-def _batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> None:
+def _batch_norm_grad_input(
+    grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+) -> None:
     _batch_norm_backward(grad, _sizes("values", grad.values), grad.values.dtype)
     if may_overwrite:
         _with_contiguous_rows("grad_accum", grad.grad_accum, grad.values.shape, grad.values.dtype)
+    if previous is not None:
+        _tensor("previous", previous, grad.values.shape, grad.values.dtype)
 
 
 def _affine_forward(input: AffineInput) -> None:

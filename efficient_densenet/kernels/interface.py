@@ -190,9 +190,11 @@ class Kernels(Protocol):
         """Writes output = values − mean, (pixels, channels)."""
         ...
 
-    def batch_norm_grad_input(self, grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+    def batch_norm_grad_input(
+        self, grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+    ) -> Tensor:
         """r · (g − mean(g) − x̂ · mean(g · x̂)), (pixels, channels), contiguous; with `may_overwrite` the result may be
-        g itself, overwritten in place."""
+        g itself, overwritten in place. `previous` is an earlier result of its shape that may be overwritten."""
         ...
 
     def arranged_weights(self, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -91,7 +91,9 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
 
 
 @checked
-def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+def batch_norm_grad_input(
+    grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+) -> Tensor:
     """grad_input = slope · values + constant + inv_std · grad_accum, (pixels, channels) in the values' dtype."""
     coefficients = None if grad.sums is None else grad.coefficients()
     return _batch_norm_grad_input_tile(grad, coefficients, slice(None)).contiguous()

@@ -39,6 +39,7 @@ class Backward:
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.grad_bottleneck: Tensor | None = None
+        self.grad_output: Tensor | None = None
 
     def run(self) -> list[Tensor | None]:
         """The gradients of the stage's input and of its parameters."""
@@ -51,7 +52,7 @@ class Backward:
             if self._no_grad_needed_through(i):
                 break
             self._layer(i, self._grad_output(i))
-        self.grad_bottleneck = None
+        self.grad_bottleneck = self.grad_output = None
         return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
@@ -78,7 +79,11 @@ class Backward:
             grad_input = grad_accum.contiguous()
         else:
             backward = self.statistics.grad_features(segment, grad_accum)
-            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite)
+            previous, self.grad_output = self.grad_output, None
+            if previous is not None and (not may_overwrite or previous.shape != grad_accum.shape):
+                previous = None
+            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite, previous)
+            self.grad_output = grad_input if may_overwrite else None
         if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
             to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns])

@@ -70,9 +70,11 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
 
 
 @checked
-def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+def batch_norm_grad_input(
+    grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+) -> Tensor:
     values = grad.values
-    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
+    grad_input = torch.empty_like(values, memory_format=torch.contiguous_format) if previous is None else previous
     tiles = tiling.for_grad_input(values)
     memory = new_scratch(tiles, values)
     vectors = Within(memory, tiles.grad_vectors)

@@ -80,13 +80,17 @@ def center(values: Tensor, mean: Tensor, output: Tensor) -> None:
 
 
 @checked
-def batch_norm_grad_input(grad: BatchNormBackward, may_overwrite: bool = False) -> Tensor:
+def batch_norm_grad_input(
+    grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+) -> Tensor:
     if grad.sums is None or grad.inv_std is None:
         return grad.grad_accum.contiguous()
     values, grad_accum = with_contiguous_rows(grad.values), with_contiguous_rows(grad.grad_accum)
     num_rows, channels = values.shape
     in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
-    grad_input = grad_accum if in_place else torch.empty_like(values, memory_format=torch.contiguous_format)
+    grad_input = grad_accum if in_place else previous
+    if grad_input is None:
+        grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
     inv_std = grad.inv_std.contiguous()
     mean = inv_std if grad.mean is None else grad.mean.contiguous()
     tensors = grad_input, grad_accum, values, mean, inv_std, grad.sums
