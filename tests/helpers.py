@@ -5,7 +5,7 @@ import gc
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, conversion_report, create_model, kernels, make_efficient
 from efficient_densenet.adapt import Report
+from efficient_densenet.engine import choose
 from efficient_densenet.engine.parts import parts_of
 from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.engine.stage.run import FORMATS_OF_X, StagePlan
@@ -182,6 +183,14 @@ def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_f
     return StagePlan(
         parts, None if consumer is None else joined_consumer(parts, consumer), x, return_features, FORMATS_OF_X
     )
+
+
+def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> Tensor | None:
+    """The output of the first four modules as one node; None where they are to be called."""
+    first = list(modules).index(block)
+    plans = choose.plans_of_network(modules, first, x)
+    stem = None if plans is None else choose.plan_stem(plans, modules, block, x)
+    return None if stem is None else stem.run(x)
 
 
 def use_kernels(monkeypatch: pytest.MonkeyPatch, name: str, tile: int) -> None:

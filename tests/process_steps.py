@@ -265,18 +265,23 @@ def _total_error(actual: list[Tensor | None], exact: list[Tensor | None]) -> flo
 @contextmanager
 def recorded_engines(engines: set[str]) -> Iterator[None]:
     """Add the engine of each plan that the dispatcher makes to `engines`."""
-    plan_block = choose.plan_block
+    plan_block, plan_stage = choose.plan_block, choose.plan_stage
 
     def recording(*args: Any) -> choose.BlockPlan:
         plan = plan_block(*args)
         engines.add(plan.engine.value)
         return plan
 
-    choose.plan_block = recording
+    def recording_stages(*args: Any) -> Any:
+        stage = plan_stage(*args)
+        engines.update([] if stage is None else ["shared"])
+        return stage
+
+    choose.plan_block, choose.plan_stage = recording, recording_stages
     try:
         yield
     finally:
-        choose.plan_block = plan_block
+        choose.plan_block, choose.plan_stage = plan_block, plan_stage
 
 
 @functools.cache

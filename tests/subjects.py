@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from helpers import small_model
+from helpers import run_stem, small_model
 from torch import Tensor, nn
 
 from efficient_densenet.engine import choose
@@ -54,7 +54,7 @@ class Subject(nn.Module):
             outputs = [x := module(x) for module in modules]
             return _joined(outputs[1], outputs[0]) if self.kind == "features too" else x
         if self.kind == "stem":
-            return choose.run_stem([*modules, *self.block], self.block[0], x)
+            return run_stem([*modules, *self.block], self.block[0], x)
         if self.kind == "consumer":
             return choose.run_consumer(first, x)
         if self.kind == "apart":

@@ -12,13 +12,13 @@ from helpers import (
     assert_all_close,
     assert_same_buffers,
     freeze_norms,
+    run_stem,
     small_model,
     with_engine,
 )
 from torch import Tensor, nn
 from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 
-from efficient_densenet.engine import choose
 from efficient_densenet.engine.stem import forward
 from efficient_densenet.kernels.max_pooling import MaxPool
 
@@ -56,7 +56,7 @@ def fused_stems(monkeypatch) -> list[bool]:
 def _step(model: nn.Module, x: Tensor) -> list[Tensor]:
     """The stem's output and all its gradients, for a fixed gradient of the output."""
     x = x.detach().requires_grad_()
-    result = choose.run_stem(list(model.features), model.features.denseblock1, x)
+    result = run_stem(list(model.features), model.features.denseblock1, x)
     output = model.features[:4](x) if result is None else result
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output)
     return [output.detach(), *torch.autograd.grad(output, [x, *model.features[:4].parameters()], grad)]

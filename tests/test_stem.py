@@ -9,12 +9,11 @@ import itertools
 import pytest
 import torch
 from grids import grid
-from helpers import assert_same_step, freeze_norms, small_model, with_engine
+from helpers import assert_same_step, freeze_norms, run_stem, small_model, with_engine
 from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, create_model
 from efficient_densenet.checkpoint import checkpoint_wrapper
-from efficient_densenet.engine import choose
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.kernels.max_pooling import MaxPool
 from efficient_densenet.memory import tensor_peak
@@ -31,7 +30,7 @@ def _input(*size: int, batch: int = 3) -> Tensor:
 def _stem_is_one(model: DenseNet, x: Tensor) -> bool:
     """Return whether the stem runs as one node, without calling its modules."""
     model = copy.deepcopy(model)
-    return choose.run_stem(list(model.features), model.features.denseblock1, x) is not None
+    return run_stem(list(model.features), model.features.denseblock1, x) is not None
 
 
 def _with(**modules: nn.Module) -> DenseNet:
@@ -159,5 +158,5 @@ def test_the_stem_s_own_peak(dims, size, request):
     x = torch.randn(8, 1, *size)
     conv_bytes = 8 * 64 * torch.Size(size).numel() // 2**dims * 4
     tile = max(conv_bytes // 8, row_tiles.TILE_BYTES["cpu"])
-    peak = tensor_peak(lambda: choose.run_stem(modules, block, x).sum().backward())
+    peak = tensor_peak(lambda: run_stem(modules, block, x).sum().backward())
     assert conv_bytes < peak <= conv_bytes * (1 + 3 / 2**dims) + 5 * tile + x.nbytes

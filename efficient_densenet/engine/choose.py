@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,12 @@ from .._tensors import compute_dtype
 from .._torch_private import functorch_is_active, parameters_of
 from ..norms.sync_batch_norm import is_synchronized, sync_group
 from . import layerwise, saving, stem
-from .changed_modules import must_be_called
+from .changed_modules import must_be_called, why_not_global_changes
 from .parts import EngineBlock, is_engine_block
-from .read import USUAL, Kept, StageRequest, read_sizes, read_stage, read_stem
+from .read import USUAL, StageRequest, make_plan, plans_of, read_stage, what_plans_read
 from .sharded import can_run_inside
 from .stage.run import FORMATS_OF_X, StagePlan
+from .stem import StemPlan
 
 
 class Engine(str, Enum):
@@ -88,20 +89,18 @@ def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     return torch.is_grad_enabled() or _has_faster_forward(x)
 
 
-def plan_block(
-    block: EngineBlock, x: Tensor, consumer: nn.Module | None = None, request: StageRequest = USUAL
-) -> BlockPlan:
-    """How to run `block` on `x` now, together with `consumer` where the shared engine can."""
+def plan_block(block: EngineBlock, x: Tensor) -> BlockPlan:
+    """How to run `block` on `x` now, when it is called."""
     if _is_tracing(block, x) or _is_left_alone(x, block):
         return BlockPlan(Engine.PLAIN)
     if not _needs_grad(x, block):
-        return _plan_without_gradients(block, x, consumer, request)
+        return _plan_without_gradients(block, x)
     engine = block.engine
     if engine is None:
-        return _best_plan(block, x, consumer, request)
+        return _best_plan(block, x)
     if torch.compiler.is_compiling():
         engine = _compiled_engine(engine)
-    plan, reason = _plan_by(engine, block, x, consumer, request)
+    plan, reason = _plan_by(engine, block, x)
     if plan is None:
         raise RuntimeError(
             f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
@@ -126,35 +125,98 @@ def run_block(block: EngineBlock, x: Tensor, plan: BlockPlan) -> Tensor:
     return block.run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def join(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
-    """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
+def plans_of_network(modules: Sequence[nn.Module], first: int, x: Any) -> dict[tuple, Any] | None:
+    """The kept plans of modules that run one after another on x, if they are as they were; `first` is the number of the
+    first block. None where all modules are to be called."""
+    if first == len(modules) or not isinstance(x, Tensor) or not may_run_engines(modules[first], x):
+        return None
+    return None if why_not_global_changes() is not None else plans_of([*modules[first:], *modules[:first]])
+
+
+def plan_stage(
+    plans: dict[tuple, Any], modules: Sequence[nn.Module], position: int, x: Tensor, request: StageRequest = USUAL
+) -> StagePlan | None:
+    """The plan with which the shared engine runs the block at `position`, and the consumer after it, as one stage on x;
+    None where both are to be called."""
+    block, consumer = modules[position : position + 2]
+    if block.engine not in (None, Engine.SHARED) or _why_not_ordinary_autograd(x) is not None:
+        return None
+    if not _needs_grad(x, block):
+        if not _has_faster_forward(x):
+            return None
+        request = request._replace(num_saved=None)
+    if torch.compiler.is_compiling():
+        return _joined(block, consumer, x, request)
+    key = (position, *request, *what_plans_read(x))
+    if key not in plans:
+        plans[key] = _joined(block, consumer, x, request)
+    return plans[key]
+
+
+def _joined(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest) -> StagePlan | None:
     if must_be_called(block) and not can_run_inside(block, x):
         return None
-    stage = plan_block(block, x, consumer, request).stage
-    return None if stage is None or stage.spec.consumer is None else stage
+    stage = make_plan(block, consumer, x, request)
+    return None if isinstance(stage, str) or stage.spec.consumer is None else stage
 
 
-def num_saved(modules: Sequence[nn.Module], x: Tensor) -> dict[nn.Module, tuple[int, Kept | None]] | None:
-    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; and what is
-    kept of each stage, whose modules are compared here. None where plain modules hold less.
+def plan_stem(plans: dict[tuple, Any], modules: Sequence[nn.Module], block: EngineBlock, x: Tensor) -> StemPlan | None:
+    """The plan with which the first four of `modules` run as one node on x. None where they are to be called: they are
+    no such stem, or another engine runs `block` after them."""
+    if len(modules) < 4 or block.engine not in (None, Engine.SHARED):
+        return None
+    if torch.compiler.is_compiling():
+        plan = _stem_before(block, modules, x)
+    else:
+        key = ("stem", *x.shape, *what_plans_read(x))
+        if key not in plans:
+            plans[key] = _stem_before(block, modules, x)
+        plan = plans[key]
+    return plan if plan is not None and _needs_grad(x, *modules[:4]) else None
 
-    `modules` are blocks, each with its consumer after it, and nothing else: any other network may hold most at another
-    moment, and saves none; nor does one whose first block needs no gradient, an engine by name, or compiled code.
+
+def _stem_before(block: EngineBlock, modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
+    plan = stem.stem_at_the_start(modules, x)
+    if plan is None:
+        return None
+    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], plan.num_channels, *x.shape[2:])
+    return None if isinstance(make_plan(block, None, output_like, USUAL), str) else plan
+
+
+def num_saved(plans: dict[tuple, Any], modules: Sequence[nn.Module], x: Tensor) -> Sequence[int] | None:
+    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; None where
+    plain modules hold less.
+
+    `modules` are the first block and all that follows. Other networks than blocks, each with its consumer after it, may
+    hold most at another moment, and save none; nor does one whose first block needs no gradient, an engine by name, or
+    compiled code.
     """
-    blocks, consumers = modules[::2], modules[1::2]
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or len(blocks) != len(consumers):
-        return {}
-    if not (x.requires_grad and torch.is_grad_enabled()):  # else the first stage has all gradients, and so the peak
-        return {}
-    if not all(is_engine_block(block) and block.engine is None for block in blocks):
-        return {}
-    sizes, kept = zip(*(read_sizes(*each, x) for each in zip(blocks, consumers, strict=True)), strict=True)
-    counts = saving.num_saved(sizes, x)
-    if counts is not None:
-        return dict(zip(blocks, zip(counts, kept, strict=True), strict=True))
+    none = [0] * len(modules)
+    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+        return none  # without a gradient of x the first stage has all gradients, and so the peak
+    key = ("sizes",)
+    if key not in plans:
+        plans[key] = _sizes(modules[::2], modules[1::2])
+    sizes, may_run_plain = plans[key]
+    counts = saving.num_saved(sizes, x) if sizes else none
+    return none if counts is None and not may_run_plain else counts
+
+
+def _sizes(blocks: Sequence[EngineBlock], consumers: Sequence[nn.Module]) -> tuple[tuple[saving.StageSizes, ...], bool]:
+    """The sizes of all stages, none where they are not known, and whether plain modules may run in their place."""
+    if len(blocks) != len(consumers) or not all(is_engine_block(each) and each.engine is None for each in blocks):
+        return (), False
+    sizes = tuple(saving.stage_sizes(*each) for each in zip(blocks, consumers, strict=True))
     # Each process of a sync group has sizes of its own, but must take part in the same collective operations.
     cannot_be_plain = (must_be_called(block) or any(map(is_synchronized, block.modules())) for block in blocks)
-    return {} if any(cannot_be_plain) else None
+    return tuple(each for each in sizes if each is not None) if None not in sizes else (), not any(cannot_be_plain)
+
+
+def join(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
+    """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
+    modules = block, consumer
+    plans = plans_of_network(modules, 0, x)
+    return None if plans is None else plan_stage(plans, modules, 0, x, request)
 
 
 def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,20 +227,6 @@ def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) 
         return output, features
     features = block(x)
     return consumer(features), features
-
-
-def run_stem(modules: Sequence[nn.Module], block: EngineBlock, x: Tensor) -> Tensor | None:
-    """The output of the first four of `modules` as one node.
-
-    None where these modules are no stem that can run as one node, or where another engine must run `block` after them.
-    """
-    if not may_run_engines(block, x) or block.engine not in (None, Engine.SHARED):
-        return None
-    plan = read_stem(modules, x)
-    if plan is None or not _needs_grad(x, *modules[:4]):
-        return None
-    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], plan.num_channels, *x.shape[2:])
-    return None if isinstance(read_stage(block, None, output_like), str) else plan.run(x)
 
 
 def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
@@ -194,14 +242,12 @@ def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
 
 def why_not(engine: Engine, block: EngineBlock, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
-    return _plan_by(engine, block, x, None, USUAL)[1]
+    return _plan_by(engine, block, x)[1]
 
 
-def _plan_without_gradients(
-    block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest
-) -> BlockPlan:
+def _plan_without_gradients(block: EngineBlock, x: Tensor) -> BlockPlan:
     if block.engine in (None, Engine.SHARED) and _has_faster_forward(x):
-        plan, _ = _plan_by(Engine.SHARED, block, x, consumer, request._replace(num_saved=None))
+        plan, _ = _plan_by(Engine.SHARED, block, x, StageRequest(FORMATS_OF_X, num_saved=None))
         if plan is not None:
             return plan
     return BlockPlan(Engine.PLAIN)
@@ -225,23 +271,21 @@ def _compiled_engine(engine: Engine) -> Engine:
     return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
 
 
-def _best_plan(block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest) -> BlockPlan:
+def _best_plan(block: EngineBlock, x: Tensor) -> BlockPlan:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    plan, reason = _plan_by(best, block, x, consumer, request)
+    plan, reason = _plan_by(best, block, x)
     if plan is not None:
         return plan
     if torch.compiler.is_compiling():
         may_recompute = block.why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    plan = next(
-        plan for plan, _ in (_plan_by(engine, block, x, consumer, request) for engine in others) if plan is not None
-    )
+    plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
 
 
 def _plan_by(
-    engine: Engine, block: EngineBlock, x: Tensor, consumer: nn.Module | None, request: StageRequest
+    engine: Engine, block: EngineBlock, x: Tensor, request: StageRequest = USUAL
 ) -> tuple[BlockPlan | None, str | None]:
     """How `engine` runs `block` on `x`, or why it cannot."""
     if engine is Engine.PLAIN:
@@ -250,7 +294,7 @@ def _plan_by(
     if reason is not None:
         return None, reason
     if engine is Engine.SHARED:
-        stage = read_stage(block, consumer, x, request)
+        stage = read_stage(block, None, x, request)
         return (None, stage) if isinstance(stage, str) else (BlockPlan(engine, stage), None)
     reason = block.why_not_recompute() or layerwise.why_not_recompute(block)
     return (BlockPlan(engine), None) if reason is None else (None, reason)

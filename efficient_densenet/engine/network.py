@@ -11,124 +11,76 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from .._tensors import formatted, memory_format_of
-from . import choose
+from . import choose, layerwise
 from .changed_modules import must_be_called
-from .parts import EngineBlock
-from .read import Kept, StageRequest
+from .read import StageRequest
 from .stage.run import StageFormats
 
-NamedModules = Sequence[tuple[str, nn.Module]]
 STEM_LENGTH = 4
 
 
 def run_sequence(
-    modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str] = ()
+    named_modules: Sequence[tuple[str, nn.Module]],
+    x: Any,
+    is_block: Callable[[nn.Module], bool],
+    taps: Collection[str] = (),
 ) -> tuple[Any, dict[str, Tensor]]:
     """The output of the last module, and the outputs of the modules that `taps` names ("transition1.relu" inside one).
 
     A module for which `is_block` is true has an `engine`, and with `can_join_stage` it may be run without being called.
+    A consumer's output is computed in channels_last, and keeps this format if only another block reads it.
     """
-    walk = _Walk(modules, x, is_block, taps)
-    walk.run_stem()
-    while walk.position < len(modules):
-        if walk.is_at_stage():
-            walk.run_stage()
-        else:
-            walk.call_next()
-    return walk.x, walk.outputs
+    names = [name for name, _ in named_modules]
+    modules: list[Any] = [module for _, module in named_modules]
+    blocks = [i for i, module in enumerate(modules) if is_block(module)]
+    first = blocks[0] if blocks else len(modules)
+    plans = choose.plans_of_network(modules, first, x)
+    outputs: dict[str, Tensor] = {}
+    position, saved = 0, [0] * len(modules)
+    plain_format: torch.memory_format | None = None  # that of x in the plain network, if a stage has kept channels_last
+    if plans is not None and not any(name in taps for name in names[: STEM_LENGTH - 1]):
+        stem = choose.plan_stem(plans, modules, modules[first], x)
+        if stem is not None:
+            x, position = stem.run(x), STEM_LENGTH
 
+    while position < len(modules):
+        name, module, stage = names[position], modules[position], None
+        taps_block, hands_on = name in taps, False
+        if position in blocks and position + 1 < len(modules) and module.can_join_stage:
+            consumer = names[position + 1]
+            if f"{consumer}.relu" in taps:
+                x, plain_format = formatted(x, plain_format), None
+                x, outputs[f"{consumer}.relu"] = _run_with_rectified(module, modules[position + 1], x)
+                position += 2
+                continue
+            if plans is not None and isinstance(x, Tensor):
+                if position == first and not taps:
+                    saved = choose.num_saved(plans, modules[first:], x)
+                if saved is None:
+                    x, position = module.run_layers(x, layerwise.run_first_half_plain), position + 1
+                    continue
+                hands_on = not taps_block and consumer not in taps and blocks[-1] > position + 1
+                request = StageRequest(StageFormats(plain_format, hands_on), taps_block, saved[(position - first) // 2])
+                stage = choose.plan_stage(plans, modules, position, x, request)
 
-class _Walk:
-    """One pass over a network's modules.
-
-    `plain_format` is the memory format of x in the plain network, if a stage has kept x in channels_last; else None.
-    """
-
-    def __init__(
-        self, modules: NamedModules, x: Any, is_block: Callable[[nn.Module], bool], taps: Collection[str]
-    ) -> None:
-        self.modules, self.x, self.is_block, self.taps = modules, x, is_block, taps
-        self.outputs: dict[str, Tensor] = {}
-        self.position = 0
-        self.plain_format: torch.memory_format | None = None
-        self.saved_by_default: dict[nn.Module, tuple[int, Kept | None]] | None = {}
-        blocks = [module for _, module in modules if is_block(module)]
-        self.first_block = blocks[0] if blocks else None
-
-    def run_stem(self) -> None:
-        tapped = any(name in self.taps for name, _ in self.modules[: STEM_LENGTH - 1])
-        if self.first_block is None or tapped or not isinstance(self.x, Tensor):
-            return
-        output = choose.run_stem([module for _, module in self.modules[:STEM_LENGTH]], self.first_block, self.x)
-        if output is not None:
-            self.x, self.position = output, STEM_LENGTH
-
-    def is_at_stage(self) -> bool:
-        """Whether the next module is a block that may run with the module after it."""
-        module: EngineBlock = self.modules[self.position][1]
-        has_consumer = self.position + 1 < len(self.modules) and isinstance(self.x, (Tensor, Proxy))
-        return has_consumer and self.is_block(module) and module.can_join_stage
-
-    def run_stage(self) -> None:
-        """Run a block with its consumer. The consumer's output is computed in channels_last, and keeps this format if
-        only another block reads it."""
-        (name, block), (consumer_name, consumer), *following = self.modules[self.position : self.position + 3]
-        relu = f"{consumer_name}.relu"
-        if relu in self.taps:
-            self._use_plain_format()
-            self.x, self.outputs[relu] = _run_with_rectified(block, consumer, self.x)
-        else:
-            taps_block, is_tapped = name in self.taps, consumer_name in self.taps
-            handed_on = not (taps_block or is_tapped) and any(self.is_block(module) for _, module in following)
-            formats, saved = StageFormats(self.plain_format, handed_on), self._saved_by_default(block)
-            if saved is None:
-                self.x = choose.run_block(block, self.x, choose.BlockPlan(choose.Engine.PLAIN))
-                self.position += 1
-                return
-            request = StageRequest(formats, taps_block, *saved)
-            stage = choose.join(block, consumer, self.x, request)
-            if stage is None:
-                self.call_next()
-                return
+        if stage is None:
+            x, plain_format = module(formatted(x, plain_format)), None
             if taps_block:
-                self._use_plain_format()
-            plain_format = self.plain_format or memory_format_of(self.x)
-            if stage.after is not None:
-                self._forget_comparisons()
-            self.x, *features = stage.run(self.x)
-            if taps_block:
-                (self.outputs[name],) = features
-            self.plain_format = plain_format if handed_on else None
-        self.position += 2
-        if consumer_name in self.taps:
-            self.outputs[consumer_name] = self.x
-
-    def _saved_by_default(self, block: nn.Module) -> tuple[int, Kept | None] | None:
-        """How many layers of `block` save their bottlenecks by default, and what is kept of its stage, if its modules
-        have been compared and none has been called since. None where plain modules hold less."""
-        if block is self.first_block and not self.taps:
-            self.saved_by_default = choose.num_saved([module for _, module in self.modules[self.position :]], self.x)
-        return None if self.saved_by_default is None else self.saved_by_default.get(block, (0, None))
-
-    def _forget_comparisons(self) -> None:
-        if self.saved_by_default is None:
-            return
-        self.saved_by_default = {block: (number, None) for block, (number, _) in self.saved_by_default.items()}
-
-    def call_next(self) -> None:
-        self._use_plain_format()
-        self._forget_comparisons()
-        name, module = self.modules[self.position]
-        self.x = module(self.x)
-        self.position += 1
-        if name in self.taps:
-            self.outputs[name] = self.x
-
-    def _use_plain_format(self) -> None:
-        self.x, self.plain_format = formatted(self.x, self.plain_format), None
+                outputs[name] = x
+            position += 1
+            continue
+        if taps_block:
+            x, plain_format = formatted(x, plain_format), None
+        plain_format = plain_format or memory_format_of(x) if hands_on else None
+        x, *features = stage.run(x)
+        if taps_block:
+            (outputs[name],) = features
+        if names[position + 1] in taps:
+            outputs[names[position + 1]] = x
+        position += 2
+    return x, outputs
 
 
 def _run_with_rectified(block: nn.Module, transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,147 +1,129 @@
-"""What the best engine saves although nobody asks for it: what leaves a step's peak as it is. And where it runs plain.
+"""What the best engine saves although nobody asks for it, and where it runs plain modules.
 
 A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
 have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.
 Sizes are enough to know how much that is: they count the first stage's scratch low, and that of later stages high.
 
 On few pixels a step holds little but gradients of weights: the shared engine those of a whole stage at once, plain
-modules those of one layer. Plain modules run where this is more than all that they save.
+modules those of one layer. Plain modules run where this is more than all that they save. Elsewhere all bottlenecks are
+saved if they are small beside these gradients: to compute them again would take longer than plain modules do.
 """
 
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
 
 from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
 from .parts import NoPartsError, consumer_parts, parts_of
 
+SMALL_PART = 8
+"""All bottlenecks are saved where they take at most this part of what the gradients of all weights take."""
+
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
 
 
-class BlockSizes(NamedTuple):
-    """The sizes of a block.
+class StageSizes(NamedTuple):
+    """The sizes of a block and of its consumer.
 
     Attributes:
-        channels: of its features.
-        weights: of its convolutions.
-        inputs: the channels that its convolutions read, the sum of all.
-        columns: the most values for a pixel that a convolution's im2col has.
+        channels: of the block's features.
+        outputs: the channels of the consumer's output.
+        pools: whether the consumer halves the sides.
+        weights: the values of all convolutions' weights.
+        largest_weight: those of the largest.
+        columns: the most values for a pixel that im2col makes for a convolution.
+        inputs: the channels that the block's convolutions read, the sum of all.
         saved: the channels of the bottlenecks that are saved by request.
         layers: the channels that each layer reads and the width of its bottleneck, of layers that leave it open.
-        trains: whether its norms have batch statistics.
+        trains: whether the block's norms have batch statistics.
     """
 
     channels: int
+    outputs: int
+    pools: bool
     weights: int
-    inputs: int
+    largest_weight: int
     columns: int
+    inputs: int
     saved: int
     layers: tuple[tuple[int, int], ...]
     trains: bool
 
-    @property
-    def width(self) -> int:
-        return max((width for _, width in self.layers), default=0)
-
-
-class ConsumerSizes(NamedTuple):
-    """Whether a consumer halves the sides, and the channels of its output, None if they are those of its input."""
-
-    pools: bool
-    channels: int | None
-
-
-class StageSizes(NamedTuple):
-    block: BlockSizes
-    consumer: ConsumerSizes
-
-    @property
-    def places(self) -> tuple[()]:
-        """Where the tensors are on which the sizes depend, as in the plan of a stage: there are none."""
-        return ()
-
 
 def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
-    """The sizes of a stage; None where its parts are not known."""
-    of_block, of_consumer = _block_sizes(block), _consumer_sizes(consumer)
-    return None if of_block is None or of_consumer is None else StageSizes(of_block, of_consumer)
-
-
-def _block_sizes(block: nn.Module) -> BlockSizes | None:
-    """The sizes of a block, by its convolutions alone."""
+    """The sizes of a stage, by the shapes of its weights; None where its parts are not known."""
     try:
-        parts = parts_of(block)
+        layers, end = parts_of(block).layers, consumer_parts(consumer)
     except NoPartsError:
         return None
-    convolutions = [conv for layer in parts.layers for conv in layer.convolutions]
-    if not convolutions or not all(isinstance(conv, _ConvNd) for conv in convolutions):
+    weights: list[Any] = [getattr(conv, "weight", None) for layer in layers for conv in layer.convolutions]
+    of_consumer: list[Any] = [] if end is None or end.conv is None else [getattr(end.conv, "weight", None)]
+    known = all(isinstance(each, Tensor) and not is_lazy(each) and each.dim() > 2 for each in (*weights, *of_consumer))
+    if end is None or not weights or not known:
         return None
-    first, last = parts.layers[0], parts.layers[-1]
-    inside = [layer for layer in parts.layers if layer.norm2 is not None]
-    return BlockSizes(
-        channels=last.conv1.in_channels + last.last_conv.out_channels,
-        weights=sum(conv.in_channels * conv.out_channels * math.prod(conv.kernel_size) for conv in convolutions),
-        inputs=sum(conv.in_channels for conv in convolutions),
-        columns=max(conv.in_channels * math.prod(conv.kernel_size) for conv in convolutions),
-        saved=sum(layer.conv1.out_channels for layer in inside if layer.keep_bottleneck),
-        layers=tuple(
-            (each.conv1.in_channels, each.conv1.out_channels) for each in inside if each.keep_bottleneck is None
-        ),
-        trains=not uses_running_statistics(first.norm1),
+    channels = layers[-1].conv1.weight.shape[1] + weights[-1].shape[0]
+    inside = [(each.keep_bottleneck, *each.conv1.weight.shape[:2]) for each in layers if each.norm2 is not None]
+    return StageSizes(
+        channels,
+        outputs=of_consumer[0].shape[0] if of_consumer else channels,
+        pools=end.pools,
+        weights=sum(each.numel() for each in (*weights, *of_consumer)),
+        largest_weight=max(each.numel() for each in weights),
+        columns=max(each[0].numel() for each in weights),
+        inputs=sum(each.shape[1] for each in weights),
+        saved=sum(width for keeps, width, _ in inside if keeps),
+        layers=tuple((channels, width) for keeps, width, channels in inside if keeps is None),
+        trains=not uses_running_statistics(layers[0].norm1),
     )
 
 
-def _consumer_sizes(consumer: nn.Module) -> ConsumerSizes | None:
-    parts = consumer_parts(consumer)
-    if parts is None or not isinstance(parts.conv, (_ConvNd, type(None))):
-        return None
-    return ConsumerSizes(parts.pools, None if parts.conv is None else parts.conv.out_channels)
-
-
-def num_saved(stages: Sequence[StageSizes | None], x: Tensor) -> Sequence[int] | None:
+def num_saved(stages: tuple[StageSizes, ...], x: Tensor) -> Sequence[int] | None:
     """For each stage how many of its layers, the last ones, save their bottlenecks; None where plain modules hold less.
 
     The stages are all of a network; x is the input of the first.
     """
-    known = tuple(stage for stage in stages if stage is not None)
-    if len(known) < len(stages):
-        return [0] * len(stages)
-    return _num_saved(known, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
+    return _num_saved(stages, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
 
 
 @lru_cache(maxsize=256)
 def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int] | None:
     """`shape` is (N, *spatial) of the first block's input. All sums below are numbers of values."""
-    held, spare, all_pixels, peak, shared, plain, columns = 0, [], [], 0, 0, 0, 0
+    held, spare, all_pixels, peak, shared, saved, scratch_of_plain = 0, [], [], 0, 0, 0, 0
     images, *sides = shape
-    for block, consumer in stages:
-        pixels = images * math.prod(sides)
-        sides = [side // (1 + consumer.pools) for side in sides]
-        features, output = pixels * block.channels, images * math.prod(sides) * (consumer.channels or block.channels)
-        held += features + pixels * block.saved
-        shared = max(shared, held + features + output + pixels * block.width * 3 + block.weights)
-        plain += 2 * (pixels * block.inputs + features) + 3 * output  # each convolution's input and its norm's
-        columns = max(columns, pixels * block.columns)
+    accumulated = max(4, itemsize) / itemsize  # gradients of weights are sums in float32 or float64
+    for stage in stages:
+        pixels, width = images * math.prod(sides), max((width for _, width in stage.layers), default=0)
+        sides = [side // (1 + stage.pools) for side in sides]
+        features, output = pixels * stage.channels, images * math.prod(sides) * stage.outputs
+        held += features + pixels * stage.saved
+        # X, its gradient and two bottlenecks; half as much as the weights' gradients is for packed weights and copies.
+        shared = max(shared, held + features + output + pixels * width * 2 + stage.weights * accumulated * 3 // 2)
+        saved += 2 * (pixels * stage.inputs + features + output)  # each convolution's input and its norm's, of plain
+        columns = pixels * stage.columns if images == 1 and itemsize == 4 else 0  # PyTorch's convolution of one image
+        scratch_of_plain = max(scratch_of_plain, stage.largest_weight + columns)
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
-            peak = held + features + output + pixels * block.width * 9 // 4
-        scratch = pixels * block.width * 9 // 2 + 2 * output + 2 * block.weights * 4 // itemsize
+            peak = held + features + output + pixels * width * 9 // 4
+        scratch = pixels * width * 9 // 2 + 2 * output + 2 * stage.weights * 4 // itemsize
         spare.append(peak - held - features - scratch)
         all_pixels.append(pixels)
-    if shared > plain + columns:
+    if shared > saved + scratch_of_plain:
         return None
-    counts, full = [0] * len(stages), set[int]()
-    if not all(block.trains for block, _ in stages):
+    counts, full = [0] * len(stages), {0}
+    if not all(stage.trains for stage in stages):
         return counts
-    layers = [(*layer, i) for i, (block, _) in enumerate(stages) for layer in block.layers]
+    layers = [(*layer, i) for i, stage in enumerate(stages) for layer in stage.layers]
+    bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
+    if bottlenecks * SMALL_PART <= sum(stage.weights for stage in stages) * accumulated:
+        spare, full = [bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width
-        if i == 0 or i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
+        if i in full or channels < SMALLEST_INPUT or min(spare[i:]) < size:
             full.add(i)
         else:
             counts[i] += 1
