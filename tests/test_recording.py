@@ -507,8 +507,8 @@ def test_what_cannot_be_recorded_runs_directly(monkeypatch):
     assert isinstance(run_three_times(lambda tensors: [tensors[0] + 1], x), Program)
 
 
-def test_views_of_one_memory_are_made_together(monkeypatch):
-    """Columns of a matrix with a gap, and others that overlap them; the matrix is freed after its last use."""
+def test_views_of_one_memory_are_freed_with_it(monkeypatch):
+    """Columns of a matrix, which is freed after its last use."""
     monkeypatch.setattr(program, "SMALL_RUN_BYTES", 0)
     x = torch.rand(1000, 60)
 
@@ -521,8 +521,6 @@ def test_views_of_one_memory_are_made_together(monkeypatch):
 
     entry = run_three_times(divided, x)
     assert isinstance(entry, Program)
-    assert entry.source.count("split_with_sizes([10, 2, 28, 20], -1)") == 1
-    assert entry.source.count("as_strided") == 2
     assert tensor_peak(lambda: programs.run(lambda: divided([x]), "settings", [x])) < 1.5 * x.nbytes
 
 

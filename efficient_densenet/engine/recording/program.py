@@ -33,9 +33,6 @@ _FUNCTIONS = {
 """Frequent operations, of which PyTorch's own bindings take the same arguments and a third of the time of an
 operation's general call: methods of tensors, and functions."""
 
-MIN_PIECES = 3
-"""The fewest views that one split of a memory makes: each view of a split takes half the time of a view by itself."""
-
 
 class LayoutChangedError(Exception):
     """An operation returned a tensor with other strides than in the recorded run."""
@@ -69,7 +66,6 @@ class _Builder:
         vectors: the numbers of the slab as a vector of each dtype.
         num_memories: how many of the tensors, the first ones, are memories.
         num_tensors: how many tensors there are.
-        pieces: the views that are made with a view, itself included.
         names: what the function calls, and constants that have no literals.
     """
 
@@ -85,7 +81,6 @@ class _Builder:
         self.num_memories = self.num_tensors = len(recorder.memories) + len(self.vectors)
         self.has_launches = any(isinstance(event, Launch) for event in recorder.events)
         self.views: dict[Place, int] = {}
-        self.pieces = _pieces(self._placed(place) for place in _places(recorder.events) if not self._is_whole(place))
         self.names: dict[str, Any] = {}
         self._known_names: dict[Any, str] = {}
         externals = "".join(f"t{number}, " for number in range(self.num_externals))
@@ -194,29 +189,9 @@ class _Builder:
             return f"t{place.memory}"
         placed = self._placed(place)
         if placed not in self.views:
-            self._make_views(self.pieces[placed])
+            self.views[placed], self.num_tensors = self.num_tensors, self.num_tensors + 1
+            self._assign(self.views[placed], self._view(placed))
         return f"t{self.views[placed]}"
-
-    def _make_views(self, pieces: Sequence[Place]) -> None:
-        """Assign views, of which each begins where that before it ends in the last dimension, or later."""
-        for piece in pieces:
-            self.views[piece], self.num_tensors = self.num_tensors, self.num_tensors + 1
-        first, *others = pieces
-        if not others:
-            self._assign(self.views[first], self._view(first))
-            return
-        variables, sizes, end = [], [], first.offset
-        for piece in pieces:
-            if piece.offset > end:
-                variables.append("gap")
-                sizes.append((piece.offset - end) // piece.dtype.itemsize)
-            variables.append(f"t{self.views[piece]}")
-            sizes.append(piece.size[-1])
-            end = _end(piece)
-        whole = self._view(first._replace(size=(*first.size[:-1], sum(sizes))))
-        self._line(f"{', '.join(variables)} = {whole}.split_with_sizes({sizes}, -1)")
-        if "gap" in variables:
-            self._line("del gap")
 
     def _view(self, placed: Place) -> str:
         base, offset = f"t{placed.memory}", str(placed.offset // placed.dtype.itemsize)
@@ -274,28 +249,6 @@ class _Builder:
         for kind, group in groupby(launches, lambda launch: launch.kind):
             made = kind([(each.kernel, mapped(each.arguments, Place, self._placed)) for each in group])
             self.lines.append(f"{self._name(made)}(run)")
-
-
-def _pieces(places: Iterable[Place]) -> dict[Place, Sequence[Place]]:
-    """For each view those that one split of a memory in the last dimension makes, or the view alone."""
-    pieces: dict[Place, Sequence[Place]] = {place: [place] for place in places}
-    groups: dict[tuple, list[Place]] = {}
-    for place in pieces:
-        if place.stride[-1:] == (1,):
-            groups.setdefault((place.memory, place.dtype, place.size[:-1], place.stride), []).append(place)
-    for group in groups.values():
-        disjoint: list[Place] = []
-        for place in sorted(group, key=_end):  # which finds the most disjoint ones
-            if not disjoint or place.offset >= _end(disjoint[-1]):
-                disjoint.append(place)
-        if len(disjoint) >= MIN_PIECES:
-            pieces |= dict.fromkeys(disjoint, disjoint)
-    return pieces
-
-
-def _end(place: Place) -> int:
-    """The offset after the first row of a view with adjacent elements in its last dimension."""
-    return place.offset + place.size[-1] * place.dtype.itemsize
 
 
 def _places(events: Iterable[Allocation | Operation | Launch]) -> list[Place]:
