@@ -52,14 +52,9 @@ def base_class(cls: type[nn.Module]) -> type[nn.Module]:
     return vars(cls).get("_class_before_mixins", cls)
 
 
-def author_class(module: nn.Module) -> type[nn.Module]:
-    """The class of `module` without our mixins and without the class that `fully_shard` has added before or after
-    them."""
-    return _author_class(type(module))
-
-
 @cache
-def _author_class(cls: type[nn.Module]) -> type[nn.Module]:
+def author_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class `cls` without our mixins and without the class that `fully_shard` has added before or after them."""
     return class_before_fully_shard(base_class(class_before_fully_shard(cls)))
 
 

@@ -2,6 +2,7 @@
 
 import contextvars
 import copy
+import cProfile
 import functools
 import gc
 import os
@@ -10,7 +11,10 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +26,7 @@ from third_party_models import (
     START,
     FeaturesBlock,
     LayerHalves,
+    TakesFeatures,
     assert_same_training,
     block_batch,
     build,
@@ -34,7 +39,7 @@ from torch.nn.modules import module as global_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from efficient_densenet import make_efficient, restore
-from efficient_densenet.adapt.fingerprint import change_since, fingerprint
+from efficient_densenet.adapt.guard import change_since, guard_of
 from efficient_densenet.adapt.transitions import ConvertedTransition, convert_transition
 from efficient_densenet.engine import choose
 
@@ -163,7 +168,12 @@ CHANGES: dict[str, tuple[type[nn.Module], str, Change]] = {
         setting("act.negative_slope", 0.7),
     ),
     "a norm's forward, which updates once": (Layer, "shared", lambda s: _replace_forward(s.norm1)),
-    "a forward called without its hooks": (first(lambda s, x: s.relu2.forward(x)), "checkpoint", hooking("relu2")),
+    "a forward called without its hooks": (first(lambda s, x: s.relu2.forward(x)), "shared", hooking("relu2")),
+    "the settings of a forward called without its hooks": (
+        first(lambda s, x: s.relu2.forward(x)),
+        "shared",
+        setting("relu2.negative_slope", 0.7),
+    ),
     "a dropout among equal ones": (SecondDropout, "shared", setting("drop2.p", 0.8)),
     "a dropout that is not called": (SecondDropout, "shared", setting("drop1.p", 0.8)),
     "a rate": (
@@ -172,9 +182,9 @@ CHANGES: dict[str, tuple[type[nn.Module], str, Change]] = {
         setting("drop_rate", 0.95),
     ),
     "a rate among equal ones": (
-        after(lambda s, y: y if s.drop_path_rate > 1 else F.dropout(y, s.drop_rate, s.training)),
-        "checkpoint",
-        setting("drop_rate", 0.8),
+        after(lambda s, y: y if s.drop_path_rate > 0.98 else F.dropout(y, s.drop_rate, s.training)),
+        "shared",
+        setting("drop_path_rate", 0.99),
     ),
     "a rate that is capped": (
         after(lambda s, y: F.dropout(y, min(s.drop_rate, 0.4), s.training)),
@@ -193,17 +203,17 @@ CHANGES: dict[str, tuple[type[nn.Module], str, Change]] = {
     ),
     "the flag of another module": (
         after(lambda s, y: F.dropout(y, s.drop_rate, s.act.training)),
-        "checkpoint",
+        "shared",
         setting("act.training", False),
     ),
     "constants that are left out": (first(lambda s, x: F.leaky_relu(x)), "shared", changing("act")),
     "another module for evaluation": (halves(_one_for_each_mode), "checkpoint", changing("relu1")),
-    "a module outside of the model": (after(lambda s, y: _OUTSIDE(y)), "", lambda s: setattr(_OUTSIDE, "p", 0.5)),
-    "a module that is called in a list": (first(lambda s, x: s.acts[0](x)), "", changing("relu1")),
-    "a module that the forward makes": (_HoldsScales, "", lambda s: _scale.__setitem__(0, 0.5)),
+    "a module outside of the model": (after(lambda s, y: _OUTSIDE(y)), "shared", lambda s: setattr(_OUTSIDE, "p", 0.5)),
+    "a module that is called in a list": (first(lambda s, x: s.acts[0](x)), "shared", changing("relu1")),
+    "a module that the forward makes": (_HoldsScales, "shared", lambda s: _scale.__setitem__(0, 0.5)),
     "a bias that is removed": (
         after(lambda s, y: y if s.conv2.bias is not None else y * 2),
-        "checkpoint",
+        "shared",
         lambda s: setattr(s.conv2, "bias", None),
     ),
     "a parameter that is added": (
@@ -236,6 +246,41 @@ def test_a_change_of_one_module_changes_what_calls_it_and_nothing_else(kind):
 class Made:
     def __init__(self) -> None:
         self.number = _numbers["number"]
+
+
+@dataclass
+class Config:
+    number: float = 0.1
+
+
+class Pair(NamedTuple):
+    number: float = 0.1
+
+
+class Slots:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0.1
+
+
+class Numbers(Enum):
+    LOW, HIGH = 0.1, 0.7
+
+
+class HasAProperty(type):
+    @property
+    def number(cls) -> float:
+        return _numbers["number"]
+
+
+class OfAMetaclass(metaclass=HasAProperty):
+    pass
+
+
+class Says:
+    def __repr__(self) -> str:
+        return str(_numbers["number"])
 
 
 class Called:
@@ -310,22 +355,38 @@ WATCHED = {
         lambda: SimpleNamespace(number=0.1),
     ),
     "a list, beside one of the forward's own": (_appends, lambda s, n: s.held.__setitem__(0, n), lambda: [0.1]),
+    "a dataclass": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), Config),
+    "a NamedTuple": (lambda s: s.held.number, lambda s, n: setattr(s, "held", Pair(n)), Pair),
+    "an object with slots": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), Slots),
+    "an enum's member": (
+        lambda s: s.held.value,
+        lambda s, n: setattr(s, "held", Numbers.HIGH if n > 0.5 else Numbers.LOW),
+        lambda: Numbers.LOW,
+    ),
+    "a metaclass's property": (lambda s: OfAMetaclass.number, lambda s, n: _numbers.update(number=n)),
+    "an object's text": (lambda s: float(repr(s.held)), lambda s, n: _numbers.update(number=n), Says),
+    "a format": (lambda s: float(f"{s.held}"), lambda s, n: setattr(s, "held", n), lambda: 0.1),
+    "a method that a layer holds": (
+        lambda s: s.held(),
+        lambda s, n: _numbers.update(number=n),
+        lambda: Called().__call__,
+    ),
     "a dropout's attribute": (lambda s: s.drop1.number, lambda s, n: setattr(s.drop1, "number", n)),
     "a function that the layer holds": (
         lambda s: s.held(),
         lambda s, n: _numbers.update(number=n),
         lambda: lambda: _numbers["number"],
     ),
+    "a class": (lambda s: Called.number, lambda s, n: setattr(Called, "number", n)),
+    "a deque": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: deque([0.1])),
+    "an object that is called": (lambda s: s.held(), lambda s, n: _numbers.update(number=n), Called),
+    "an object as the forward makes it": (lambda s: Made().number, lambda s, n: _numbers.update(number=n)),
 }
 UNKNOWN = {
-    "a class": (lambda s: Called.number, lambda s, n: setattr(Called, "number", n)),
     "a context variable": (lambda s: _variable.get(), lambda s, n: _variable.set(n)),
     "a module imported in the forward": (_imported, lambda s, n: setattr(_helper, "NUMBER", n)),
     "a cached function": (lambda s: _cached()[0], lambda s, n: _cached().__setitem__(0, n)),
     "all globals": (lambda s: globals()["_numb" + "ers"]["number"], lambda s, n: _numbers.update(number=n)),
-    "a deque": (lambda s: s.held[0], lambda s, n: s.held.__setitem__(0, n), lambda: deque([0.1])),
-    "an object that is called": (lambda s: s.held(), lambda s, n: _numbers.update(number=n), Called),
-    "an object as the forward makes it": (lambda s: Made().number, lambda s, n: _numbers.update(number=n)),
     "a flag of PyTorch": (
         lambda s: 0.7 if torch.backends.cudnn.benchmark else 0.1,
         lambda s, n: setattr(torch.backends.cudnn, "benchmark", n > 0.5),
@@ -371,6 +432,24 @@ def test_a_number_changed_after_conversion_counts_wherever_a_forward_reads_it(pl
         assert_same_steps(block, plain, 1)
     finally:
         change(block.denselayer2, 0.1)
+
+
+def test_what_a_caller_writes_on_the_input_is_read():
+    layer = layer_with(TakesFeatures, forward=lambda s, *x: TakesFeatures.forward(s, *x) * getattr(x[0], "number", 1.0))
+    block, _, engine = converted(layer)
+    assert engine == ""
+    x = x_of()
+    x.number = 0.0
+    assert block(x)[:, START:].abs().max() == 0
+
+
+def test_a_conversion_beside_a_profiler():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    assert converted(Layer)[2] == "shared"
+    assert sys.getprofile() is not None
+    profiler.disable()
+    assert converted(Layer)[2] == "shared"
 
 
 _between = [0.5]
@@ -453,10 +532,13 @@ class PoolsByItsBias(nn.Sequential):
         return F.avg_pool2d(super().forward(x), 3 if self[2].bias is None else 2)
 
 
-def test_a_transition_that_reads_its_tensors_is_called():
-    modules = nn.BatchNorm2d(START), nn.ReLU(), nn.Conv2d(START, 4, 1)
-    assert not convert_transition(PoolsByItsBias(*modules))
-    assert convert_transition(nn.Sequential(*modules, nn.AvgPool2d(2)))
+def test_a_transition_that_asks_for_its_tensors_is_called_when_one_is_removed():
+    transition = PoolsByItsBias(nn.BatchNorm2d(START), nn.ReLU(), nn.Conv2d(START, 4, 1)).double()
+    plain = copy.deepcopy(transition)
+    assert convert_transition(transition)
+    for each in (transition, plain):
+        each[2].bias = None
+    assert_same_training(transition, plain, block_batch())
 
 
 class PassesItsFlagOn(FeaturesBlock):
@@ -664,11 +746,11 @@ def test_a_second_call_verifies_what_has_changed_and_an_engine_by_name_raises():
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here.*scale of a Neutral was 1.0 and is 0.5"):
         block(x_of())
     (changed,) = convert_and_report(block).changed
-    assert changed.engine.startswith("checkpoint (found that by the parts of its layers it has other values")
+    assert changed.engine.startswith("checkpoint (found the operation mul, where")
     assert_same_training(block, plain, block_batch())
     for each in (block, plain):
         each.denselayer2.scale, each.denselayer2.factor = 1.0, torch.ones((), dtype=torch.double)
-    assert convert_and_report(block).changed[0].engine == "checkpoint (found that it reads factor of a Neutral)"
+    assert convert_and_report(block).changed[0].engine.startswith("checkpoint (found the operation mul inside layer 2")
     for each in (block, plain):
         each.denselayer2.factor.fill_(0.5)
     assert_same_training(block, plain, block_batch())
@@ -731,15 +813,15 @@ def test_flags_in_buffers_count():
     assert_same_training(block, plain, block_batch())
 
 
-def test_a_fingerprint_keeps_no_module_or_tensor_alive_and_no_new_object_has_an_old_one_s_place():
+def test_a_guard_keeps_no_module_or_tensor_alive_and_no_new_object_has_an_old_one_s_place():
     block, _ = _block()
     block.denselayer1.factor, block.denselayer1.activation = torch.zeros(100), lambda y: F.relu(y)
-    state, number, others = fingerprint(block), id(block.denselayer1.activation), []
+    state, number, others = guard_of(block), id(block.denselayer1.activation), []
     block.denselayer1.activation = None
     while not others or (id(others[-1]) != number and len(others) < 1000):
         others.append(lambda y: F.elu(y))
     block.denselayer1.activation = others[-1]
-    assert change_since(state, block) == "activation of a Neutral has changed"
+    assert change_since(state, block) is not None
     references = [weakref.ref(each) for each in (block, block.denselayer1, block.denselayer1.factor)]
     del block
     gc.collect()

@@ -208,7 +208,5 @@ def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_compu
 def test_most_generated_layers_run_by_the_shared_engine():
     reports = [convert_and_report(made(number)[1]) for number in range(40)]
     engines = [change.engine.partition(" ")[0] for report in reports for change in report.changed]
-    assert engines.count("shared") > 20
+    assert engines.count("shared") > 35
     assert "plain" not in engines
-    reasons = [reason for report in reports for reason in report.unchanged.values()]
-    assert all(" reads acts of a Layer, a " in reason for reason in reasons)

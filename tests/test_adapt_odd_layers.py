@@ -69,7 +69,6 @@ WHOLE = {
     "is not linear": lambda s, y: y.tanh() * 5,
     "asks for training": when(lambda s, y: s.training),
     "asks for the flag of a norm": lambda s, y: y.tanh() if s.training and not s.norm1.training else y,
-    "asks for the flags of two modules": when(lambda s, y: s.relu1.training != s.conv1.training),
     "asks for a gradient": when(lambda s, y: y.requires_grad),
     "asks for a weight's gradient": when(lambda s, y: s.conv1.weight.requires_grad),
     "asks for a graph": when(lambda s, y: y.grad_fn is not None),
@@ -82,6 +81,10 @@ WHOLE = {
     "draws from PyTorch": when(lambda s, y: s.training and bool(torch.rand(()) < 0.5)),
     "asks for values": when(lambda s, y: bool(y.mean() < 1e4)),
     "asks for a list of values": when(lambda s, y: max(y.flatten().tolist()) < 1e4),
+}
+SHARED = {
+    "asks for the flags of two modules": when(lambda s, y: s.relu1.training != s.conv1.training),
+    "prints under a flag": lambda s, y: (print(y.shape) if s.efficient else None, y)[1],
 }
 NOWHERE = {
     "asks for the grad mode": when(lambda s, y: torch.is_grad_enabled()),
@@ -96,6 +99,9 @@ NOWHERE = {
     "draws from the system": draws(lambda: _system_random.random()),
     "counts": lambda s, y: y if next(_numbers) < 1000 else y * 2,
     "asks for the time": when(lambda s, y: time.monotonic() < 0),
+    "prints": lambda s, y: (print("a layer"), y)[1],
+    "imports a module": lambda s, y: __import__("math") and y,
+    "computes gradients": lambda s, y: (y.sum().backward(retain_graph=True) if y.requires_grad else None, y)[1],
     "changes a weight": lambda s, y: y + 0 * s.conv2.weight.data.mul_(0.9).sum(),
 }
 
@@ -126,10 +132,10 @@ CALLS: list[Callable[[nn.Module, Tensor], Tensor]] = [
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", WHOLE)
+@pytest.mark.parametrize("kind", [*WHOLE, *SHARED])
 def test_an_odd_layer_computes_what_it_did(kind):
-    block, plain, engine = converted(layer_with(odd=WHOLE[kind]))
-    assert engine == "checkpoint"
+    block, plain, engine = converted(layer_with(odd=(WHOLE | SHARED)[kind]))
+    assert engine == ("shared" if kind in SHARED else "checkpoint")
     assert_same_steps(block, plain, scale=1e4)
     for call in CALLS:
         actual, expected = call(block, x_of(False)), call(plain, x_of(False))

@@ -18,7 +18,9 @@ def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it(
     model = nn.Sequential(nn.Conv2d(3, START, 1), ResidualDense())
     report = convert_and_report(model, "shared")
     assert list(report.unchanged) == ["1"]
-    assert report.unchanged["1"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
+    assert report.unchanged["1"].startswith(
+        "found the operation sum, where a dense layer has norm, activation and convolution"
+    )
     assert str(report).endswith("checkpoint_wrapper(model.get_submodule('1'))")
     exec(str(report).splitlines()[-1].strip(), {"checkpoint_wrapper": checkpoint_wrapper, "model": model})
     model(torch.randn(2, 3, 4, 4)).sum().backward()
@@ -123,7 +125,7 @@ class _DropoutBetween(LayerHalves):
 def test_a_reason_is_said_once():
     report = convert_and_report(nn.ModuleList(Block(TwoDropouts) for _ in range(3)))
     lines = str(report).splitlines()
-    assert [("that calls BatchNorm2d" in line, "(for the same reason)" in line) for line in lines[1:]] == [
+    assert [("found a Dropout (" in line, "(for the same reason)" in line) for line in lines[1:]] == [
         (True, False),
         (False, True),
         (False, True),
@@ -147,8 +149,8 @@ def _with(name: str, module: nn.Module) -> nn.Module:
         (lambda: _with("conv2", _conv(5, padding=2)), "kernel_size=(5, 5) in a Conv2d"),
         (lambda: _with("conv2", _conv(padding=1, padding_mode="reflect")), "padding_mode="),
         (lambda: _with("norm2", nn.BatchNorm2d(2 * GROWTH, affine=False)), "a BatchNorm2d without weight and bias"),
-        (lambda: Block(_DropoutBetween), "Conv2d, Dropout, BatchNorm2d, ReLU, Conv2d, where a dense layer is"),
-        (lambda: Block(TwoDropouts), "and perhaps dropout after the last convolution"),
+        (lambda: Block(_DropoutBetween), "found a Dropout (layers.0.dropout) inside layer 1, where a dense layer has"),
+        (lambda: Block(TwoDropouts), "and perhaps dropout after the last one"),
     ],
 )
 def test_what_is_unusual_in_a_layer_is_named(build, found):
@@ -180,7 +182,9 @@ def test_a_conversion_is_logged_in_a_line_and_its_report_is_kept_until_restore(c
     caplog.set_level("INFO", "efficient_densenet")
     assert make_efficient(model, "shared") is model
     (line,) = (record.getMessage() for record in caplog.records if "make_efficient" in record.getMessage())
-    assert line.startswith("make_efficient: 2 of 3 dense blocks run by shared, 1 is left as it is: found a ")
+    assert line.startswith(
+        "make_efficient: 2 of 3 dense blocks run by shared, 1 is left as it is: found the operation "
+    )
     report = conversion_report(model)
     assert [change.name for change in report.changed] == ["0", "1"]
     assert str(conversion_report(copy.deepcopy(model))) == str(report)

@@ -154,34 +154,34 @@ def _own_norm(channels: int) -> nn.Module:
 BLOCKS = {
     "keeps its output": (
         lambda: KeepsItsOutput(tiramisu),
-        "writes to attributes in KeepsItsOutput.forward",
+        "writes to skip of a KeepsItsOutput",
     ),
     "appends to its list": (
         lambda: AppendsToItsList(tiramisu),
-        "outputs of a AppendsToItsList, which a forward may",
+        "writes to outputs of a AppendsToItsList",
     ),
-    "appends by a function": (lambda: AppendsByAFunction(tiramisu), "outputs of a AppendsByAFunction has changed"),
+    "appends by a function": (lambda: AppendsByAFunction(tiramisu), "writes to outputs of a AppendsByAFunction"),
     "counts in a tensor by a function": (
         lambda: CountsInATensorByAFunction(tiramisu),
-        "reads count of a CountsInATensorByAFunction, which a forward may",
+        "writes to a tensor that is not its own",
     ),
     "holds a script": (lambda: Block(_LayerWithAScript), "holds a ScriptModule, whose code is not Python's"),
     "appends to a global list": (
         lambda: AppendsToAGlobalList(tiramisu),
-        "may change _skips in AppendsToAGlobalList",
+        "writes to _skips in AppendsToAGlobalList",
     ),
     "appends to a list of its class": (
         lambda: AppendsToAListOfItsClass(tiramisu),
-        "reads large of a AppendsToAListOfItsClass, which a forward may change",
+        "decides by values of tensors, and may write to large of a AppendsToAListOfItsClass",
     ),
     "hands its output on": (
         lambda: HandsItsOutputOn(tiramisu),
-        "reads skips of a HandsItsOutputOn, a deque, whose",
+        "writes to skips of a HandsItsOutputOn",
     ),
     "hooks its input": (lambda: HooksItsInput(tiramisu), "registers a hook on its input, which would see another"),
-    "counts": (lambda: Block(_CountingLayer), "writes to attributes in _CountingLayer.forward"),
-    "counts in a buffer": (lambda: Block(_LayerWithABuffer), "writes to attributes in _LayerWithABuffer.forward"),
-    "norm of its own": (lambda: Block(_own_norm), "reads running_mean of a RunningNorm, which a forward may change"),
+    "counts": (lambda: Block(_CountingLayer), "writes to calls of a _CountingLayer"),
+    "counts in a buffer": (lambda: Block(_LayerWithABuffer), "writes to layers.0.steps"),
+    "norm of its own": (lambda: Block(_own_norm), "writes to layers.0.0.running_mean"),
 }
 
 
@@ -231,7 +231,7 @@ class _DropsByNumPy(Block):
 def test_numbers_drawn_from_numpy_are_noticed_and_its_state_is_left_as_it_was():
     state = numpy.random.get_state()[1].copy()
     report = convert_and_report(_DropsByNumPy(tiramisu))
-    assert "of numpy.random, a method, whose changes would go unnoticed" in report.unchanged[""]
+    assert "reads numpy in _DropsByNumPy.forward, a module, whose changes would go unnoticed" in report.unchanged[""]
     assert (numpy.random.get_state()[1] == state).all()
 
 

@@ -199,7 +199,9 @@ def test_an_engine_that_cannot_run_it_leaves_it_alone_and_says_so():
     model = nn.Sequential(ResidualDense())
     report = convert_and_report(model, "shared")
     assert list(report.unchanged) == ["0"]
-    assert report.unchanged["0"].startswith("found a Conv2d, where a dense layer is norm, activation and convolution")
+    assert report.unchanged["0"].startswith(
+        "found the operation sum, where a dense layer has norm, activation and convolution"
+    )
     convert_and_report(model)
     convert_and_report(model, "plain")
     assert type(model[0]) is ResidualDense

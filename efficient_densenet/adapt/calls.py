@@ -1,85 +1,143 @@
-"""The calls of a forward: of modules, of activations and poolings by functions, and of tensors by its author's code."""
+"""The calls of a forward: of modules, of functions, and of tensors by its author's code."""
 
+import builtins
 import os
 import sys
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, cast
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
-from ..kernels.activations import TABLE, spec_of_operation
+from .errors import SideEffectError
 from .expressions import Expressions, Table
-from .layer_parts import POOL_FUNCTIONS, Call, leaf_modules
+from .guard import LIBRARIES, is_of_authors
+
+
+class Call(NamedTuple):
+    """A call of a module inside a block, by name: its arguments and its output, with expressions for tensors."""
+
+    name: str
+    args: Any
+    output: Any
+
+
+class AsksOfInput(Tensor):
+    """The input of a trace, which records what an author's code asks for that tensors do not have."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def __getattr__(self, name: str) -> Any:
+        if "asks" in vars(self) and _is_called_by_author(sys._getframe(1)):
+            vars(self)["asks"].append(name)
+        raise AttributeError(f"'Tensor' object has no attribute '{name}'")
 
 
 class Calls(TorchFunctionMode):
     """Records the calls that are made in its context.
 
     Attributes:
-        calls: the modules that were called, without those inside other `leaf_modules`, and the activations and poolings
-            that ran outside of them: by a function where the author's code has called one.
+        calls: the calls of modules inside the block, inner ones first.
         asks: how often an author's code has called a tensor without an operation with arithmetic, which the dispatcher
             does not see: to read its shape, dtype or strides, to split it, to hook its gradient. It may be a branch on
             a shape, which the parts of a layer do not describe.
-        features: whether each module was called with several tensors, and whether with a list.
         expressions: what the operations compute.
     """
 
-    def __init__(self, block: nn.Module, table: Table) -> None:
+    def __init__(self, names: Mapping[nn.Module, str], table: Table, ran: dict[int, CodeType] | None) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.asks: Counter[str] = Counter()
-        self.features: dict[nn.Module, tuple[bool, bool]] = {}
-        self.expressions = Expressions(table, self._see_operation)
-        self._leaves, self._depth, self._stack = set(leaf_modules(block)), 0, ExitStack()
+        self.expressions = Expressions(table)
+        self._names, self._ran, self._args, self._stack = names, ran, list[Any](), ExitStack()
 
     def __enter__(self) -> "Calls":
         for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._exit)):
             self._stack.callback(handle.remove)
+        self._stack.enter_context(self.profile())
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self._depth += 1  # the backward calls nothing
         self._stack.close()
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        several = len(args) > 1 and all(isinstance(each, Tensor) for each in args)
-        self.features[module] = several, bool(args) and isinstance(args[0], list | tuple)
-        if module in self._leaves:
-            if not self._depth:
-                self.calls.append(module)
-            self._depth += 1
+        self._args.append(self._nested(args))
+        self.expressions.depth_in_norms += isinstance(module, _NormBase)
 
     def _exit(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._depth -= module in self._leaves
+        self.expressions.depth_in_norms -= isinstance(module, _NormBase)
+        call = Call(self._names.get(module, ""), self._args.pop(), self._nested(output))
+        if module in self._names:
+            self.calls.append(call)
 
-    def _see_operation(self, name: str, values: list[Any]) -> None:
-        """Record an activation or a pooling. Of a module that is not inside the block, nothing is known later."""
-        if self._depth or not name.startswith(_FUNCTIONS):
-            return
-        pooling = next((each for each in POOL_FUNCTIONS if name.startswith(each)), "")
-        call = pooling or spec_of_operation(name, *values[1:])
-        if call:
-            frame = sys._getframe(1)
-            while frame.f_back is not None and _is_between(frame.f_code.co_filename):
-                frame = frame.f_back
-            self.calls.append("a module around" if frame.f_code.co_filename.startswith(_MODULES_OF_TORCH) else call)
+    def _nested(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.expressions.of(value)
+        return type(value)(map(self._nested, value)) if type(value) in (list, tuple) else value
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         is_authors, before = _is_called_by_author(sys._getframe(1)), self.expressions.num_computed
         result = func(*args, **(kwargs or {}))
         if is_authors and self.expressions.num_computed == before:
             name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
-            if not (name in _OF_DENSE_LAYERS or "dropout" in name or _is_of_channels(name, *args[1:])):
+            is_of_features = name == "requires_grad" and not isinstance(args[0], nn.Parameter)
+            if not (
+                name in _OF_DENSE_LAYERS or is_of_features or "dropout" in name or _is_of_channels(name, *args[1:])
+            ):
                 self.asks[name] += 1
         return result
+
+    @contextmanager
+    def profile(self) -> Iterator[None]:
+        """Record the code of authors that runs; refuse imports and prints of theirs before they happen."""
+        if self._ran is None:
+            yield
+            return
+        profiler, import_ = cast(Any, sys.getprofile()), builtins.__import__
+
+        def see_import(name: str, variables: Any = None, *args: Any) -> Any:
+            is_authors = is_of_authors((variables or {}).get("__name__")) and not f"{name}.".startswith(LIBRARIES)
+            if is_authors and not _is_importing(sys._getframe(1)):
+                raise SideEffectError(f"imports {name} in its forward")
+            return import_(name, variables, *args)
+
+        if hasattr(profiler, "disable"):  # cProfile's
+            profiler.disable()
+        builtins.__import__ = see_import
+        self.expressions.profile = self._see
+        sys.setprofile(self._see)
+        try:
+            yield
+        finally:
+            self.expressions.profile = None
+            sys.setprofile(None)
+            builtins.__import__ = import_
+            profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
+
+    def _see(self, frame: FrameType, event: str, called: Any) -> None:
+        ran, code = cast(dict, self._ran), frame.f_code
+        if event == "call" and id(code) not in ran and is_of_authors(frame.f_globals.get("__name__")):
+            ran |= {} if _is_importing(frame) else {id(code): code}
+        elif event == "c_call" and called is print and is_of_authors(frame.f_globals.get("__name__")):
+            raise SideEffectError("prints, which a recomputation would do again")
+
+
+def _is_importing(frame: FrameType) -> bool:
+    """Whether Python imports a module, which runs functions of finders and of that module."""
+    each: FrameType | None = frame
+    while each is not None and each.f_code.co_name != "_trace":
+        if each.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        each = each.f_back
+    return False
 
 
 def _is_called_by_author(frame: FrameType) -> bool:
@@ -97,13 +155,6 @@ def _is_of_channels(name: str, index: Any = None, *others: Any) -> bool:
     return name in ("size", "narrow") and index == 1
 
 
-def _is_between(file: str) -> bool:
-    """Whether this is a file of torch or of ours between an operation and what has called its function."""
-    return file.startswith(_NOT_OF_AUTHORS) and not file.startswith(_MODULES_OF_TORCH)
-
-
-_FUNCTIONS = (*TABLE, "relu6", *POOL_FUNCTIONS)
-_OF_DENSE_LAYERS = {"cat", "concat", "concatenate", "requires_grad"}
-"""Calls of a layer that are not counted: its parts imply concatenations, and the modes vary requires_grad."""
+_OF_DENSE_LAYERS = {"cat", "concat", "concatenate"}
+"""Calls of a layer that are not counted, as a feature's requires_grad, which the modes vary."""
 _NOT_OF_AUTHORS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, Path(__file__).parent))
-_MODULES_OF_TORCH = str(Path(nn.modules.__file__).parent)

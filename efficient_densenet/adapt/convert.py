@@ -17,7 +17,7 @@ from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, convert_whole, restore_block
 from .errors import NotRunError, SideEffectError, VerificationError
-from .layer_parts import WHOLE, has_forward
+from .recipes import WHOLE, Recipe
 from .report import Changed, Report, saved_by_shared_engine
 from .sequences import (
     BlocksInARow,
@@ -27,7 +27,16 @@ from .sequences import (
     is_block,
     stages_of,
 )
-from .structure import count_layers, dimensions, first_conv, layers_in, layers_in_a_row, looks_dense
+from .structure import (
+    count_layers,
+    dimensions,
+    first_conv,
+    has_forward,
+    layers_in,
+    layers_in_a_row,
+    looks_dense,
+    may_be_block,
+)
 from .transitions import ConvertedTransition, convert_transition, restore_transition, transition_width
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -165,9 +174,11 @@ def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Ex
             f"found a {type(module).__name__}, whose layers the author's forward calls one by one; a module is needed "
             "whose own forward is the dense block"
         )
+    elif not may_be_block(module, may_be_layer):
+        return NoPartsError(f"found a {type(module).__name__}, which looks like no dense block")
     else:
         try:
-            convert_block(module, engine, may_be_layer)
+            convert_block(module, engine)
         except (NoPartsError, VerificationError) as reason:
             return reason
     return None
@@ -236,7 +247,9 @@ def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
 
 def _count_layers(block: nn.Module) -> int:
     pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
-    return 1 if pattern is not None and pattern.is_layer and pattern != WHOLE else count_layers(block)
+    if isinstance(pattern, Recipe):
+        return len(pattern.calls) or (count_layers(block) if looks_dense(block) else 1)
+    return len(pattern.layers) if pattern is not None and pattern.layers else count_layers(block)
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:

@@ -24,16 +24,12 @@ from ..engine.parts import BlockParts, NoPartsError
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
 from .errors import VerificationError
-from .find import (
-    Conversion,
-    find_by_trace,
-    find_pattern,
-    restore_norms,
-    update_norms_once,
-)
-from .layer_parts import WHOLE, ConnectionPattern
-from .layers import run_layers, run_whole_layers, skips_a_hook, unchanged, unshared
-from .structure import layers_in, may_be_called, patterns_by_calls, read_block
+from .find import Conversion, find, restore_norms, update_norms_once
+from .guard import guard_of
+from .layers import run_layers, skips_a_hook, unshared
+from .read import Parts, block_parts, submodule
+from .recipes import WHOLE, Recipe, run_recipe, unchanged
+from .structure import looks_dense, may_be_called, why_not_traced
 from .trace import Sample
 from .verified import VerifiedModule
 
@@ -74,11 +70,11 @@ class ConvertedBlock(VerifiedModule):
             return
         restore_norms(self, self._conversion.exactly_once_norms or ())
         try:
-            found = find_pattern(self, super().forward, may_be_layer=True)
+            found = find(self, super().forward)
         except (NoPartsError, VerificationError) as failure:
-            found = Conversion(reason=f"found another block than was converted: {failure}")
+            found = Conversion(reason=f"found another block than was converted: {failure}", verified=guard_of(self))
         kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
-        self._conversion = replace(found, verified=found.fingerprint(self), **kept)
+        self._conversion = replace(found, **kept)
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
@@ -104,17 +100,17 @@ class ConvertedBlock(VerifiedModule):
 
     def dense_parts(self) -> BlockParts:
         pattern, reason = self._conversion.pattern, self.why_not_recompute() or self._conversion.reason
-        if reason is not None or pattern is None:
+        if reason is not None or not isinstance(pattern, Parts):
             raise NoPartsError(reason)
-        parts = read_block(self, pattern)
+        parts = block_parts(self, pattern)
         kept = self._conversion.kept_bottlenecks
         if kept is not None:
             layers = [replace(layer, keep_bottleneck=i in kept) for i, layer in enumerate(parts.layers)]
             parts = replace(parts, layers=tuple(layers))
-        layers = [layer.module for layer in parts.layers]
-        for child in self.children():
-            if child not in layers and must_be_called(child) and self not in layers:
-                raise NoPartsError(f"found a hook on, or a new forward of, a {type(child).__name__} around the layers")
+        inside = {module for layer in parts.layers for module in layer.module.modules()}
+        for module in {*self.modules()} - inside - {self}:
+            if must_be_called(module):
+                raise NoPartsError(f"found a hook on, or a new forward of, a {type(module).__name__} around the layers")
         return parts
 
     def run_layers(self, x: Tensor, run_first_half: RunFirstHalf) -> Tensor:
@@ -122,12 +118,12 @@ class ConvertedBlock(VerifiedModule):
         recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             update_norms_once(self)
-        by_layers = _run_by_layers(self, super().forward, self._pattern(recomputes))
+        by_layers = _run_by_layers(self, self._pattern(recomputes))
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if not recomputes:
             return super().forward(x)
-        x, forward = unshared(x, run_first_half), unchanged(self, super().forward)
+        x, forward = unshared(x, run_first_half), unchanged(self, super().forward, self._conversion.verified)
         if run_first_half is layerwise.run_first_half_official:
             return cast(Tensor, torch_checkpoint(forward, x, use_reentrant=False))
         return checkpoint_call(forward, (x,), {})
@@ -138,9 +134,9 @@ class ConvertedBlock(VerifiedModule):
         pattern = self._pattern(recomputes=True)
         if pattern == WHOLE:
             return "the block whole"
-        return "the first half of each layer" if pattern is None or pattern.layer_call is None else "each layer whole"
+        return "each layer whole" if isinstance(pattern, Recipe) else "the first half of each layer"
 
-    def _pattern(self, recomputes: bool) -> ConnectionPattern | None:
+    def _pattern(self, recomputes: bool) -> Parts | Recipe | None:
         whole_layers = self._conversion.whole_layers if recomputes else None
         return whole_layers or self._conversion.pattern
 
@@ -149,15 +145,12 @@ class ConvertedBlock(VerifiedModule):
 
         The layers' outputs are all they save then.
         """
-        pattern = self._conversion.pattern
-        if pattern is None or pattern.layer_call is not None or self._conversion.whole_layers is not None:
-            return
-        calls = patterns_by_calls(self, not pattern.is_layer, pattern.is_layer)
-        if not calls:
+        conversion = self._conversion
+        if not isinstance(conversion.pattern, Parts) or conversion.whole_layers is not None or not may_be_called(self):
             return
         with suppress(NoPartsError, VerificationError):
-            found = find_by_trace(self, super().forward, calls, None, [cast(Sample, self._conversion.sample)])
-            self._conversion = replace(self._conversion, whole_layers=found.pattern, saved=found.saved)
+            found = find(self, super().forward, [Recipe], tried=[cast(Sample, conversion.sample)])
+            self._conversion = replace(conversion, whole_layers=cast(Recipe, found.pattern), saved=found.saved)
 
     def _see_tracer(self, *args: Any) -> None:
         """Warn that a tracer of torch.fx makes a graph of the author's forward. FX quantization does not find norms
@@ -175,16 +168,17 @@ class ConvertedBlock(VerifiedModule):
 
 
 def _run_by_layers(
-    block: ConvertedBlock, forward: Callable, pattern: ConnectionPattern | None
+    block: ConvertedBlock, pattern: Parts | Recipe | None
 ) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
     """The function that runs `block` layer by layer, or None if it would skip a module that must be called: one with a
     hook, and any module where there is a hook on all modules."""
     if pattern in (None, WHOLE) or has_global_module_hooks():
         return None
-    if pattern.layer_call is not None:
-        called = {module for layer in layers_in(block) for module in layer.modules()}
-        inside = () if pattern.is_layer else set(block.children()) - called
-        return None if any(map(must_be_called, inside)) else partial(run_whole_layers, block, forward, pattern)
+    if isinstance(pattern, Recipe):
+        called = {module for call in pattern.calls for module in submodule(block, call.name).modules()}
+        inside = {*block.modules()} - called - {block}
+        run = partial(run_recipe, block, pattern, guard=block._conversion.verified)
+        return None if any(map(must_be_called, inside)) else run
     try:
         parts = block.dense_parts()
     except NoPartsError:
@@ -192,13 +186,13 @@ def _run_by_layers(
     return None if skips_a_hook(parts) else partial(run_layers, parts)
 
 
-def convert_block(block: nn.Module, engine: Engine | None, may_be_layer: bool = False) -> None:
+def convert_block(block: nn.Module, engine: Engine | None) -> None:
     """Let `engine` run `block`, and put its batch norms under the exactly-once rule, in place.
 
-    With `may_be_layer`, a module of any kind is tried as a layer that concatenates its input and its output.
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
-    _convert(block, engine, lambda: find_pattern(block, block.forward, may_be_layer))
+    kinds = (Parts, Recipe) if looks_dense(block) else (Parts, Recipe, WHOLE)  # a layer that concatenates
+    _convert(block, engine, lambda: find(block, block.forward, kinds if may_be_called(block) else (Parts,)))
 
 
 def convert_whole(block: nn.Module, engine: Engine | None, reason: str) -> None:
@@ -206,19 +200,21 @@ def convert_whole(block: nn.Module, engine: Engine | None, reason: str) -> None:
     something else, raise `VerificationError`."""
     if not may_be_called(block):
         raise NoPartsError(reason)
-    _convert(block, engine, lambda: find_by_trace(block, block.forward, [WHOLE], reason))
+    _convert(block, engine, lambda: find(block, block.forward, (WHOLE,), reason))
 
 
-def _convert(block: nn.Module, engine: Engine | None, find: Callable[[], Conversion]) -> None:
+def _convert(block: nn.Module, engine: Engine | None, find_it: Callable[[], Conversion]) -> None:
     clash = next((name for name in _NAMES_OF_CONVERTED_BLOCKS if hasattr(block, name)), None)
     if clash is not None:
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
+    reason = why_not_traced(block)
+    if reason is not None:
+        raise NoPartsError(reason)
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    conversion = find()
+    conversion = find_it()
     add_mixin(block, ConvertedBlock)
-    cast(ConvertedBlock, block)._conversion = replace(
-        conversion, engine=engine, exactly_once_norms=exactly_once, verified=conversion.fingerprint(block)
-    )
+    conversion = replace(conversion, engine=engine, exactly_once_norms=exactly_once)
+    cast(ConvertedBlock, block)._conversion = conversion
 
 
 def restore_block(block: ConvertedBlock) -> None:

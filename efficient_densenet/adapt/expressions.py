@@ -5,7 +5,8 @@ Concatenations, slices and sums have a normal form, so that ways of writing do n
 known of is a node of its own, equal to the same operation on equal inputs.
 """
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -48,7 +49,7 @@ class Table:
     def cat(self, parts: Sequence[Expression], dim: int) -> Expression:
         """A concatenation: nested ones are one, and neighboring slices of one expression are one slice."""
         joined: list[Expression] = []
-        flat = [each for whole in parts for each in self._parts(whole, dim) if 0 not in self.shapes[each]]
+        flat = [each for whole in parts for each in self.parts(whole, dim) if 0 not in self.shapes[each]]
         for part in flat:
             name, args = self.nodes[part]
             before, args_before = self.nodes[joined[-1]] if joined else Node("", ())
@@ -69,7 +70,7 @@ class Table:
         shape[dim] = sum(self.shapes[each][dim] for each in parts)
         return shape
 
-    def _parts(self, whole: Expression, dim: int) -> Sequence[Expression]:
+    def parts(self, whole: Expression, dim: int) -> Sequence[Expression]:
         name, args = self.nodes[whole]
         return args[1:] if name == "cat" and args[0] == dim else [whole]
 
@@ -125,26 +126,29 @@ class Expressions(TorchDispatchMode):
     """Gives every tensor that an operation returns, or writes to, its expression.
 
     Attributes:
-        asked: how often values were read, as by `item`, on which Python code may decide.
+        asked: the tensors of which values were read, as by `item`, on which Python code may decide.
         num_computed: the number of operations with arithmetic.
         forwards_of_norms: the number of forwards of batch norms.
+        depth_in_norms: above 0 while a norm's forward runs.
+        profile: the function that profiles an author's code, if there is one.
+        read: where tensors of less than two dimensions are, as statistics, that operations have read outside of norms.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        see: Callable[[str, list[Any]], object] = lambda name, values: None,
-    ) -> None:
+    def __init__(self, table: Table) -> None:
         super().__init__()
-        self.table, self._see = table, see
-        self.asked = self.num_computed = self.forwards_of_norms = 0
+        self.table = table
+        self.asked = set[Expression]()
+        self.num_computed = self.forwards_of_norms = self.depth_in_norms = 0
+        self.read = set[tuple]()
+        self.profile: Any = None
         self._by_place: dict[tuple, Expression] = {}
         self._of_storage: dict[int, list[tuple]] = {}
+        self._outside = set[int]()
         self._kept: list[Tensor] = []  # no storage is freed, so that no place gets a second meaning
 
     def set(self, tensor: Tensor, expression: Expression) -> Expression:
         self._kept.append(tensor)
-        place = _place(tensor)
+        place = place_of(tensor)
         if place not in self._by_place:
             self._of_storage.setdefault(place[0], []).append(place)
         self._by_place[place] = expression
@@ -160,7 +164,9 @@ class Expressions(TorchDispatchMode):
             return type(value).__name__, *map(self.of, value)
         if not isinstance(value, Tensor):
             return f"{type(value).__name__} {value!r}"
-        place = _place(value)
+        if not value.numel():  # all such tensors are in one place
+            return self.table.number("nothing", (str(value.dtype),), value.shape)
+        place = place_of(value)
         if place in self._by_place:
             return self._by_place[place]
         in_memory = tuple(self._by_place[each] for each in self._of_storage.get(place[0], ()))
@@ -169,16 +175,25 @@ class Expressions(TorchDispatchMode):
         if "copy_of" in vars(value):
             return self.set(value, self.of(vars(value)["copy_of"]))
         self.table.outside.append(value)
+        self._outside.add(place[0])
         return self.leaf(value, "outside", id(value))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.profile is None:
+            return self._dispatch(func, args, kwargs)
+        sys.setprofile(None)  # it is for the code of authors
+        try:
+            return self._dispatch(func, args, kwargs)
+        finally:
+            sys.setprofile(self.profile)
+
+    def _dispatch(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         kwargs, signature = kwargs or {}, _signature(func)
         name = signature.name
         given = signature.defaults | dict(zip(signature.defaults, args, strict=False)) | kwargs
         if name.endswith("dropout") and not (given.get("p") and given.get("train", given.get("training"))):
             return func(*args, **kwargs)  # its input
-        self._see(name, list(given.values()))
-        if name == "lift_fresh" and _place(given["self"]) not in self._by_place and given["self"].numel() < _FEW:
+        if name == "lift_fresh" and place_of(given["self"]) not in self._by_place and given["self"].numel() < _FEW:
             self.leaf(given["self"], "constant", *_values(given["self"]))
         first = given.get("self")
         is_floating = isinstance(first, Tensor) and first.is_floating_point()
@@ -187,6 +202,8 @@ class Expressions(TorchDispatchMode):
             for key, value in given.items()
             if key not in _NOT_OF_VALUES
         }
+        if not (self.depth_in_norms or "batch_norm" in name):
+            self.read |= {place_of(each) for each in given.values() if isinstance(each, Tensor) and each.dim() < 2}
         if given.get("stride") in ([], ()):  # of a pooling
             inputs["stride"] = inputs["kernel_size"]
         if signature.draws:
@@ -195,18 +212,26 @@ class Expressions(TorchDispatchMode):
             # The seed stands for the state of the generator: each draw changes it, and a checkpoint restores it.
             inputs["draw"] = seed = torch.default_generator.initial_seed()
             torch.default_generator.manual_seed(seed + 1)
-        self.asked += signature.asks
+        self.asked |= {each for each in inputs.values() if signature.asks and isinstance(each, Expression)}
         self.num_computed += signature.computes
         self.forwards_of_norms += "batch_norm" in name and "backward" not in name
         if "batch_norm" in name and given.get("training", given.get("train", given.get("use_input_stats", True))):
             self._see_batch_norm(name, inputs, given)
+        for key in signature.written & inputs.keys():
+            written = given[key] if isinstance(given[key], (list, tuple)) else [given[key]]
+            if any(isinstance(each, Tensor) and place_of(each)[0] in self._outside for each in written):
+                raise SideEffectError(f"writes to a tensor that is not its own, by {name}")
+        if self.profile is not None:  # an operation may be written in Python
+            sys.setprofile(self.profile)
         outputs = func(*args, **kwargs)
+        if self.profile is not None:
+            sys.setprofile(None)
         flat = outputs if isinstance(outputs, (list, tuple)) else [outputs]
         for i, output in enumerate(flat):
             if isinstance(output, Tensor):
                 if signature.written:
                     self._write(output, self._expression(name, inputs, given, i, output))
-                elif _place(output) not in self._by_place:  # a view of all is what it views
+                elif place_of(output) not in self._by_place:  # a view of all is what it views
                     self.set(output, self._expression(name, inputs, given, i, output))
         for key in signature.written & inputs.keys():
             for i, each in enumerate(given[key] if isinstance(given[key], (list, tuple)) else [given[key]]):
@@ -226,7 +251,7 @@ class Expressions(TorchDispatchMode):
 
     def _write(self, tensor: Tensor, expression: Expression) -> None:
         """Give a tensor another expression, and with it the other views of its memory."""
-        place = _place(tensor)
+        place = place_of(tensor)
         for other in self._of_storage.get(place[0], ()):
             if other != place:
                 args = self._by_place[other], expression, repr((other[1:], place[1:]))
@@ -303,7 +328,7 @@ def _start(start: int, size: int) -> int:
     return min(max(start + size if start < 0 else start, 0), size)
 
 
-def _place(tensor: Tensor) -> tuple:
+def place_of(tensor: Tensor) -> tuple:
     """Where a tensor is in memory."""
     return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 

@@ -1,7 +1,6 @@
 """Find out by a trace how a block's forward uses its layers."""
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -18,22 +17,14 @@ from ..engine.choose import Engine
 from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, undo_update_once
-from .code import Code
 from .errors import NotRunError, SideEffectError, VerificationError
 from .expressions import Expression
-from .fingerprint import Fingerprint, fingerprint
-from .layer_parts import WHOLE, ConnectionPattern
-from .layers import run_layers, run_whole_layers
-from .structure import (
-    channels_read,
-    layers_in,
-    looks_dense,
-    patterns_by_calls,
-    patterns_by_parts,
-    read_block,
-    with_calls,
-)
-from .trace import MODES, Sample, Trace, Tracer, describe_difference, samples, tracing
+from .guard import Guard, guard_of, positions, settings_of
+from .layers import run_layers
+from .read import Parts, block_parts, check_output, read_parts
+from .recipes import WHOLE, Recipe, read_recipe, run_recipe
+from .structure import channels_read, looks_dense
+from .trace import Sample, Trace, Tracer, describe_difference, samples, tracing
 from .verified import Verified
 
 
@@ -44,7 +35,7 @@ class Conversion(Verified):
     Attributes:
         engine: the requested engine.
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
-        pattern: how the block's forward uses its layers; None if a trace did not find a pattern.
+        pattern: how the block's forward uses its layers; None if a trace did not find out.
         whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
         sample: the input of the trace, if there was one.
         saved: the values per pixel that the author's forward, and recomputed whole layers, save for backward.
@@ -55,53 +46,32 @@ class Conversion(Verified):
 
     engine: Engine | None = None
     exactly_once_norms: tuple[str, ...] | None = None
-    pattern: ConnectionPattern | None = None
-    whole_layers: ConnectionPattern | None = None
+    pattern: Parts | Recipe | None = None
+    whole_layers: Recipe | None = None
     sample: Sample | None = None
     saved: tuple[int, int] = (0, 0)
     reason: str | None = None
     recomputes: bool = False
     kept_bottlenecks: frozenset[int] | None = None
 
-    def fingerprint(self, block: nn.Module) -> Fingerprint:
-        """The present state of `block`. The constant of an activation that a layer calls by a function may come from
-        any module's settings."""
-        places = [place for calls in (self.pattern.calls if self.pattern else ()) for place in calls.activations]
-        has_constants = any(isinstance(each, ActivationSpec) and (each.a or each.b) for each in places)
-        return fingerprint(block, has_constants)
 
-
-def find_pattern(block: nn.Module, forward: Callable[[Tensor], Tensor], may_be_layer: bool) -> Conversion:
-    """How `forward`, the author's, uses the layers of `block`, and why their parts do not describe it, if they do
-    not."""
-    by_parts, reason = [], Code([*block.modules()]).by_parts
-    try:
-        found = patterns_by_parts(block, may_be_layer)
-        by_parts = found if reason is None else []
-    except NoPartsError as failure:
-        reason = str(failure)
-    by_calls = patterns_by_calls(block, looks_dense(block), may_be_layer)
-    if reason is not None and not by_calls:
-        raise NoPartsError(reason)
-    parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
-    if parametrized is not None:  # no engine runs by parts there
-        return find_by_trace(block, forward, [*by_calls, *by_parts], reason or parametrized)
-    return find_by_trace(block, forward, [*by_parts, *by_calls], reason)
-
-
-def find_by_trace(
+def find(
     block: nn.Module,
     forward: Callable[[Tensor], Tensor],
-    patterns: Sequence[ConnectionPattern],
-    reason: str | None,
+    kinds: Sequence[type | Recipe] = (Parts, Recipe),
+    reason: str | None = None,
     tried: Sequence[Sample] = (),
 ) -> Conversion:
-    """The pattern by which `forward`, the author's, uses the layers of `block`, of those given. The trace's input is
-    the first of `tried`, by default of all samples that fit the modules, on which `forward` runs.
+    """How `forward`, the author's, uses the layers of `block`: the first of `kinds` that computes the same expressions.
+    `reason` is why not by the parts of layers. The trace's input is the first of `tried`, by default of all samples
+    that fit the modules, on which `forward` runs.
 
     Norms are under the exactly-once rule in the trace, so that a library's checkpointing, which updates them twice,
     does not count as a difference.
     """
+    parametrized = next(filter(None, map(why_not_parametrized, block.modules())), None)
+    if parametrized is not None and kinds == (Parts, Recipe):  # no engine runs by parts there
+        kinds, reason = (Recipe, Parts), parametrized
     before = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
     first_failure = None
     try:
@@ -109,54 +79,35 @@ def find_by_trace(
         for sample in tried or samples(block, channels_read(block)):
             with tracing(block, sample) as run:
                 try:
-                    imported, first = len(sys.modules), run.run(forward, MODES[0])
-                    if len(sys.modules) > imported:  # such as PyTorch's compiler, which runs operations when imported
-                        first = run.run(forward, MODES[0])
-                    channels = run.table.shapes[first.output][1] if isinstance(first.output, Expression) else 0
-                    if not looks_dense(block) and channels <= sample.channels:
-                        raise VerificationError("returns no more channels than it takes")
-                    traces = [first, *(run.run(forward, mode) for mode in MODES[1:])]
+                    traces = list(run.runs_of_author(forward))
                 except NotRunError as failure:
                     first_failure = first_failure or failure
                     continue
-                patterns, reason = _with_calls(block, patterns, traces, reason)
-                found = _match(block, forward, traces, run, patterns, reason)
-                pattern, saved = cast(ConnectionPattern, found.pattern), run.saved_values_per_pixel(forward)
+                output = traces[0].output
+                channels = run.table.shapes[output][1] if isinstance(output, Expression) else 0
+                if not looks_dense(block) and channels <= sample.channels:
+                    raise VerificationError("returns no more channels than it takes")
+                found = _match(block, forward, traces, run, kinds, reason)
+                pattern, saved = cast(Parts | Recipe, found.pattern), run.saved_values_per_pixel(forward)
                 recomputed = partial(run_pattern, block, forward, pattern, True)
-                kept = run.saved_values_per_pixel(recomputed) if pattern.layer_call else 0
-                return replace(found, sample=sample, saved=(saved, kept))
+                kept = run.saved_values_per_pixel(recomputed) if isinstance(pattern, Recipe) else 0
+            return replace(found, sample=sample, saved=(saved, kept), verified=_guard(block, run, pattern))
         raise cast(NotRunError, first_failure)
     finally:
         restore_norms(block, before)
 
 
-def _with_calls(
-    block: nn.Module,
-    patterns: Sequence[ConnectionPattern],
-    traces: Sequence[Trace],
-    reason: str | None,
-) -> tuple[Sequence[ConnectionPattern], str | None]:
-    """The patterns with what the block's forward has called, without those of other layers than dense layers, and
-    without those that call layers otherwise than it has, which their hooks would see; and `reason`, or the reason why
-    there are no dense layers."""
-    runs = [each.calls for each in traces if each.calls is not None]
-    by_calls, by_parts, failures = [each for each in patterns if _calls_alike(block, each, traces[0])], [], []
-    for pattern in patterns:
-        try:
-            by_parts += [] if pattern.layer_call else [with_calls(block, pattern, runs)]
-        except NoPartsError as failure:
-            failures.append(str(failure))
-    possible = [*by_calls, *by_parts] if patterns[0].layer_call else [*by_parts, *by_calls]
-    return possible, reason if by_parts or not failures else reason or failures[0]
-
-
-def _calls_alike(block: nn.Module, pattern: ConnectionPattern, trace: Trace) -> bool:
-    """Whether `pattern` calls whole layers, and passes the features to the last one as the block's forward does."""
-    call = pattern.layer_call
-    if call is None or pattern.is_layer:
-        return call is not None
-    as_called = call.separately, call.as_list
-    return trace.features.get(layers_in(block)[-1], as_called) == as_called
+def _guard(block: nn.Module, run: Tracer, pattern: Parts | Recipe | None) -> Guard:
+    """What `pattern` depends on: by parts too, rates of dropout that are none of the layers', and the settings of any
+    module from which the constant of a function may come."""
+    if not isinstance(pattern, Parts) or not pattern.layers:
+        return guard_of(block, run.ran.values())
+    specs = [each.activation for layer in pattern.layers for each in layer.units]
+    has_constants = any(isinstance(each, ActivationSpec) and (each.a or each.b) for each in specs)
+    numbers, dropouts = positions(block), [layer.dropout for layer in pattern.layers if layer.dropout]
+    live = frozenset((numbers[block.get_submodule(each.module)], each.attribute) for each in dropouts)
+    guard = guard_of(block, run.ran.values(), settings_of(block) if has_constants else ())
+    return guard._replace(live=live)
 
 
 def update_norms_once(block: nn.Module) -> None:
@@ -171,38 +122,56 @@ def _match(
     forward: Callable[[Tensor], Tensor],
     traces: Sequence[Trace],
     run: Tracer,
-    patterns: Iterable[ConnectionPattern],
+    kinds: Sequence[type | Recipe],
     reason: str | None,
 ) -> Conversion:
-    """The pattern by which an engine reproduces the block's results; and why not by the parts of its layers, if so."""
-    difference, recomputes = None, any(trace.recomputes for trace in traces)
-    for pattern in patterns:
-        by_parts = pattern.layer_call is None
+    """The pattern by which an engine computes the same expressions; and why not by the parts of layers, if so."""
+    guard, difference = guard_of(block, run.ran.values()), None
+    for kind in kinds:
+        try:
+            if kind is Parts and guard.asks is not None:
+                raise NoPartsError(f"found that it {guard.asks}")
+            if isinstance(kind, Recipe):
+                pattern: Parts | Recipe = kind
+                check_output(traces[0].output) if not looks_dense(block) else None
+                if not looks_dense(block) and traces[0].input not in run.table.parts(traces[0].output, 1):
+                    raise NoPartsError("found no concatenation of its input and new features")
+            else:
+                pattern = (
+                    read_parts(block, run.table, traces) if kind is Parts else read_recipe(block, run.table, traces[1])
+                )
+        except NoPartsError as failure:
+            reason = reason or str(failure)
+            continue
         found = describe_difference(traces, run, partial(run_pattern, block, forward, pattern, True))
         if found is None:
-            found_reason = None if by_parts else reason or f"found that by the parts of its layers it {difference}"
-            return Conversion(pattern=pattern, reason=found_reason, recomputes=recomputes)
-        if not by_parts:
+            recomputes = any(trace.recomputes for trace in traces)
+            return Conversion(
+                pattern=pattern, reason=None if kind is Parts and reason is None else reason, recomputes=recomputes
+            )
+        if isinstance(pattern, Recipe):
             called = partial(run_pattern, block, forward, pattern, False)
             if describe_difference(traces, run, called) is None:
                 raise SideEffectError(f"has layers that must not be recomputed: it {found}")
         difference = difference or found
+        if kind is Parts:
+            reason = f"found that by the parts of its layers it {found}"
     raise VerificationError(reason or difference)
 
 
 def run_pattern(
-    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: ConnectionPattern, recomputed: bool, x: Tensor
+    block: nn.Module, forward: Callable[[Tensor], Tensor], pattern: Parts | Recipe, recomputed: bool, x: Tensor
 ) -> Tensor:
     """The output of `block` by `pattern`. If `recomputed`, layers are recomputed for gradients, where engines would."""
     # In evaluation mode, parts compute the same again: there is no dropout, and no statistic to update.
-    recomputed = recomputed and (block.training or pattern.layer_call is not None)
+    recomputed = recomputed and (block.training or isinstance(pattern, Recipe))
     recomputed = recomputed and torch.is_grad_enabled() and layerwise.why_not_recompute(block) is None
     if pattern == WHOLE:
         return checkpoint_call(forward, (x,), {}) if recomputed else forward(x)
     run_first_half = layerwise.run_first_half_checkpoint if recomputed else layerwise.run_first_half_plain
-    if pattern.layer_call is None:
-        return run_layers(read_block(block, pattern), x, run_first_half)
-    return run_whole_layers(block, forward, pattern, x, run_first_half)
+    if isinstance(pattern, Parts):
+        return run_layers(block_parts(block, pattern), x, run_first_half)
+    return run_recipe(block, pattern, x, run_first_half)
 
 
 def restore_norms(block: nn.Module, exactly_once: tuple[str, ...]) -> None:

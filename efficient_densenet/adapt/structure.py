@@ -2,86 +2,34 @@
 names."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._dimensions import DIMENSIONS
-from ..engine.parts import BlockParts, NoPartsError, block_reader
-from .layer_parts import (
-    Call,
-    ConnectionPattern,
-    LayerCall,
-    calls_of_layers,
-    check_structure,
-    in_order_of_use,
-    is_dense_layer,
-    is_lazy,
-    read_layer,
-)
+from ..engine.parts import block_reader
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def patterns_by_parts(block: nn.Module, may_be_layer: bool) -> list[ConnectionPattern]:
-    """The ways to read `block`, of which a trace chooses one; `NoPartsError` if there is none."""
-    if block_reader(block) is not None:  # the reader knows the pattern
-        parts = read_block(block, ConnectionPattern())
-        return [ConnectionPattern(parts.newest_first, parts.new_features_only)]
-    kinds = [ConnectionPattern()]
-    if len(layers_in(block)) > 1:  # otherwise any norm-activation-convolution would be a block
-        kinds.append(ConnectionPattern(new_features_only=True))
-    if may_be_layer:
-        kinds.append(ConnectionPattern(is_layer=True))
-    possible = [kind for kind in kinds if _why_not(block, kind) is None]
-    if not possible:
-        raise NoPartsError(_why_not(block, kinds[0] if looks_dense(block) else kinds[-1]))
-    return [replace(kind, newest_first=newest_first) for kind in possible for newest_first in (False, True)]
-
-
-def _why_not(block: nn.Module, pattern: ConnectionPattern) -> str | None:
-    """Why a forward of `block` cannot use its layers by `pattern`, whatever it calls; or None."""
-    if _is_compiled(block):
-        return "found a forward that is compiled or was set on the instance"
-    try:
-        _check_widths(list(map(check_structure, layers_of(block, pattern))))
-    except NoPartsError as reason:
-        return str(reason)
-    return None
-
-
-def with_calls(block: nn.Module, pattern: ConnectionPattern, runs: Sequence[Sequence[Call]]) -> ConnectionPattern:
-    """The pattern with what each layer calls, of all calls of the block's forward in each of `runs`; `NoPartsError` if
-    they are not those of dense layers."""
-    if block_reader(block) is not None:
-        return pattern
-    pattern = replace(pattern, calls=calls_of_layers(block, layers_of(block, pattern), runs))
-    _check_widths([list(layer.convolutions) for layer in read_block(block, pattern).layers])
-    return pattern
-
-
-def patterns_by_calls(block: nn.Module, is_dense: bool, may_be_layer: bool) -> list[ConnectionPattern]:
-    """The ways to call whole layers: the layers of `block`, if it may be a dense block, or `block` as a layer."""
-    patterns = []
-    if not may_be_called(block):
-        return patterns
-    if is_dense and layers_in(block):
-        for call in LayerCall(), LayerCall(returns_input=True), LayerCall(separately=True), LayerCall(as_list=True):
-            patterns += [ConnectionPattern(new_features_only=new, layer_call=call) for new in (False, True)]
-    if may_be_layer:
-        patterns.append(ConnectionPattern(is_layer=True, layer_call=LayerCall(returns_input=True)))
-    return [replace(pattern, newest_first=newest_first) for pattern in patterns for newest_first in (False, True)]
+def may_be_block(block: nn.Module, may_be_layer: bool) -> bool:
+    """Whether `block` should be traced: it looks like a dense block or may be a layer that concatenates, or it has a
+    single layer of one or two norms and convolutions."""
+    if looks_dense(block):
+        return True
+    layers = [block] if may_be_layer else layers_in(block)
+    counts = [(len(convolutions_in(each)), sum(map(is_any_norm, each.modules()))) for each in layers]
+    return len(layers) == 1 and ((may_be_layer and counts[0][0] > 0) or counts[0] in ((1, 1), (2, 2)))
 
 
 def may_be_called(block: nn.Module) -> bool:
     """Whether engines may call the forward of `block` or of its layers as they are."""
-    tensors = [*block.parameters(), *block.buffers()]
-    is_read_otherwise = block_reader(block) is not None or _is_compiled(block)
-    return not is_read_otherwise and bool(convolutions_in(block)) and not any(map(is_lazy, tensors))
+    return block_reader(block) is None and bool(convolutions_in(block))
 
 
 def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
@@ -97,23 +45,14 @@ def layers_in_a_row(module: nn.Module) -> set[nn.Module]:
     return layers
 
 
-def read_block(block: nn.Module, pattern: ConnectionPattern) -> BlockParts:
-    """The current parts of `block`, from the reader that was registered for its class, or of the modules that its
-    forward has called."""
-    reader = block_reader(block)
-    if reader is not None:
-        return reader(block)
-    layers = zip(layers_of(block, pattern), pattern.calls, strict=True)
-    parts = tuple(read_layer(block, layer, calls) for layer, calls in layers)
-    return BlockParts(parts, pattern.newest_first, pattern.new_features_only)
-
-
-def layers_of(block: nn.Module, pattern: ConnectionPattern) -> list[nn.Module]:
-    return [block] if pattern.is_layer else layers_in(block)
-
-
-def _is_compiled(block: nn.Module) -> bool:
-    return "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule)
+def why_not_traced(block: nn.Module) -> str | None:
+    """Why the forward of `block` cannot be traced, or None."""
+    if "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule):
+        return "found a forward that is compiled or was set on the instance"
+    lazy = (
+        each for each in block.modules() if any(map(_is_lazy, (*each._parameters.values(), *each._buffers.values())))
+    )
+    return next((f"found a {type(each).__name__} that has not seen data yet" for each in lazy), None)
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:
@@ -121,7 +60,7 @@ def layers_in(block: nn.Module) -> list[nn.Module]:
     children = list(block.children())
     inside = {module for child in children for module in child.modules() if module is not child}
     children = [child for child in children if child not in inside]  # a module inside another has a second name
-    if len(children) == 1 and isinstance(children[0], _CONTAINERS) and not is_dense_layer(children[0]):
+    if len(children) == 1 and isinstance(children[0], _CONTAINERS):
         return list(children[0].children())
     return children
 
@@ -197,34 +136,23 @@ def _grow_densely(widths: Sequence[tuple[int, ...]]) -> bool:
 def _widths(layer: nn.Module) -> tuple[int, ...]:
     """The channels that a layer's first convolution reads and its last convolution writes; empty without
     convolutions."""
-    convolutions = in_order_of_use(convolutions_in(layer))
+    convolutions = convolutions_in(layer)
+    if len(convolutions) == 2:
+        first, second = convolutions
+        if first.out_channels != second.in_channels and second.out_channels == first.in_channels:
+            convolutions = [second, first]
     return (convolutions[0].in_channels, convolutions[-1].out_channels) if convolutions else ()
 
 
-def _check_widths(layers: Sequence[Sequence[_ConvNd]]) -> None:
-    """Raise `NoPartsError` unless the convolutions of each layer read the block's input and all earlier outputs, which
-    have equal widths."""
-    if not layers:
-        raise NoPartsError("found no layers")
-    growth_rates = [layer[-1].out_channels for layer in layers]
-    if len(set(growth_rates)) > 1:
-        raise NoPartsError(f"found layers that add {_enumerated(growth_rates)} channels, where all must add the same")
-    first = layers[0][0].in_channels
-    for i, layer in enumerate(layers):
-        expected, channels = first + i * growth_rates[0], layer[0].in_channels
-        if channels != expected:
-            raise NoPartsError(
-                f"found {channels} input channels in layer {i + 1}, where a growing concatenation has {expected}: "
-                f"{first} of the block's input and {growth_rates[0]} of each layer before it"
-            )
-        for before, conv in pairwise(layer):
-            if conv.in_channels != before.out_channels:
-                raise NoPartsError(
-                    f"found a convolution to {before.out_channels} channels before one from {conv.in_channels} in "
-                    f"layer {i + 1}"
-                )
+def is_any_norm(module: nn.Module) -> bool:
+    """Whether `module` is a norm of any kind; the engines decide later which kinds they can run."""
+    return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or "Norm" in type(module).__name__
 
 
-def _enumerated(values: Sequence[int]) -> str:
-    """Distinct values in the order of their first appearance, such as "4, 8"."""
-    return ", ".join(map(str, dict.fromkeys(values)))
+def _is_lazy(tensor: Tensor | None) -> bool:
+    return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called: an nn.ModuleList and an nn.ModuleDict only hold modules."""
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward

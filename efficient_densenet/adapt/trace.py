@@ -6,11 +6,13 @@ gradients of the input and of the parameters, in half precision by autocast, wit
 """
 
 import math
+import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +24,10 @@ from .._torch_private import is_flattened_by_fsdp1
 from ..engine.changed_modules import HOOKS
 from ..memory.peaks import saved_bytes
 from ..norms.sync_batch_norm import local_statistics
-from .calls import Calls
-from .code import Code
+from .calls import AsksOfInput, Call, Calls
 from .errors import NotRunError, SideEffectError, VerificationError
-from .expressions import Expression, Table
-from .fingerprint import change_since, drop_rates, fingerprint
-from .layer_parts import Call
+from .expressions import Expression, Table, place_of
+from .guard import class_as_written, guard_of, held_by, is_drop_rate, is_of_a_library, put_back
 from .structure import dimensions, first_conv
 
 Forward = Callable[[Tensor], Any]
@@ -63,7 +63,7 @@ class Mode(NamedTuple):
         grad_mode: the context in which the forward runs.
         input_requires_grad, parameters_require_grad: which gradients are computed.
         drop_rate: replaces the rates of dropout that are not 0, each by a slightly different rate, which shows where it
-            is used; None keeps them.
+            is used; 0 replaces all.
         autocast: True for autocast.
         extra_size: the number added to the images, and to the pixels a side.
         in_other_mode: the class of the modules that are in the other training mode, as in Monte Carlo dropout.
@@ -74,7 +74,7 @@ class Mode(NamedTuple):
     grad_mode: Callable[[], AbstractContextManager] = torch.enable_grad
     input_requires_grad: bool = True
     parameters_require_grad: bool = True
-    drop_rate: float | None = None
+    drop_rate: float = 0.33
     autocast: bool = False
     extra_size: int = 0
     in_other_mode: type | tuple[()] = ()
@@ -95,39 +95,68 @@ class Trace(NamedTuple):
 
     Attributes:
         mode: the mode of the run.
-        output: its expression, of several outputs a tuple.
+        input, output: their expressions; of several outputs a tuple.
         requires_grad: whether the output requires a gradient.
         gradients: the expressions of the gradients of the input and of each parameter; None for no gradient.
         state: the expressions of the input and the buffers afterwards, and the number of random numbers drawn.
-        asks: what the author's code asked of tensors, as in `Calls`, and how often for their values.
+        asks: what the author's code asked of tensors, as in `Calls`.
+        asked: the tensors that were asked for their values. A recomputation must not ask others.
         recomputes: whether batch norms ran in the backward too, as in a library's own checkpointing.
-        calls, features: as in `Calls`; None and empty if the forward raised an error.
-        error: the type of that error.
+        calls: as in `Calls`.
+        rates: the place of each rate of dropout: a module's name and an attribute's.
+        error: the type of the error that the forward raised.
     """
 
     mode: Mode
+    input: Any = None
     output: Any = None
     requires_grad: bool = False
     gradients: tuple[Any, ...] = ()
     state: tuple[Any, ...] = ()
     asks: Counter[str] = Counter()  # noqa: RUF012
+    asked: frozenset[Expression] = frozenset()
     recomputes: bool = False
-    calls: Sequence[Call] | None = None
-    features: Mapping[nn.Module, tuple[bool, bool]] = {}
+    calls: Sequence[Call] = ()
+    rates: Mapping[float, tuple[str, str]] = {}
     error: type | None = None
 
 
 class Tracer:
-    """Runs forwards in a module that `tracing` has prepared. Equal expressions of its runs are equal functions."""
+    """Runs forwards in a module that `tracing` has prepared. Equal expressions of its runs are equal functions.
+
+    Attributes:
+        ran: the code of authors that has run, by identity.
+    """
 
     def __init__(self, module: nn.Module, sample: Sample) -> None:
         self.module, self.sample, self.table = module, sample, Table()
+        self.ran: dict[int, CodeType] = {}
 
-    def run(self, forward: Forward, mode: Mode, is_authors: bool = True) -> Trace:
-        """Run `forward` and its backward. Of an author's forward, changes of the module's state are noticed."""
+    def runs_of_author(self, forward: Forward) -> Iterator[Trace]:
+        """The author's forward in each mode; `SideEffectError` if it does what a recomputation would do again."""
+        yield from (self.run(forward, mode, is_authors=True) for mode in MODES)
+        unknown = guard_of(self.module, self.ran.values()).unknown
+        if unknown is not None:
+            raise SideEffectError(f"found that it {unknown}")
+
+    def run(self, forward: Forward, mode: Mode, is_authors: bool = False) -> Trace:
+        """Run `forward` and its backward. Of an author's forward, changes of anything that it names are noticed."""
+        imported, ran, failure = len(sys.modules), dict(self.ran), None
         try:
-            with self.prepared(mode) as tensors:
-                return self._trace(forward, mode, tensors, is_authors)
+            trace = self._run(forward, mode, is_authors)
+        except VerificationError as exc:
+            trace, failure = Trace(mode), exc
+        if len(sys.modules) > imported:  # such as PyTorch's compiler, which runs functions when it is imported
+            self.ran = ran
+            return self._run(forward, mode, is_authors)
+        if failure is not None:
+            raise failure
+        return trace
+
+    def _run(self, forward: Forward, mode: Mode, is_authors: bool) -> Trace:
+        try:
+            with self.prepared(mode) as (tensors, rates):
+                return self._trace(forward, mode, tensors, is_authors)._replace(rates=rates)
         except VerificationError:
             raise
         except Exception as exc:
@@ -136,8 +165,8 @@ class Tracer:
             raise NotRunError(self.sample, exc) from exc
 
     @contextmanager
-    def prepared(self, mode: Mode) -> Iterator[dict[str, Tensor]]:
-        """Put the modules into `mode`, with tensors of their own by name; put everything back afterwards."""
+    def prepared(self, mode: Mode) -> Iterator[tuple[dict[str, Tensor], dict[float, tuple[str, str]]]]:
+        """Put the modules into `mode`, with tensors by name and rates of dropout; put everything back afterwards."""
         before = [(module, dict(vars(module))) for module in self.module.modules()]
         torch.default_generator.manual_seed(0)
         try:
@@ -148,12 +177,13 @@ class Tracer:
                 vars(module).clear()
                 vars(module).update(values)
 
-    def _prepare(self, mode: Mode) -> dict[str, Tensor]:
-        """Replace the tensors of the modules, those with several names by one."""
-        rates = [(each, name) for each in self.module.modules() for name in drop_rates(each)]
-        for i, (each, name) in enumerate(rates):
-            if mode.drop_rate is not None:
-                vars(each)[name] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
+    def _prepare(self, mode: Mode) -> tuple[dict[str, Tensor], dict[float, tuple[str, str]]]:
+        """Replace the rates of dropout, and the tensors of the modules, those with several names by one."""
+        rates = [(name, each, key) for name, each in self.module.named_modules() for key in _drop_rates(each)]
+        named_rates = dict[float, tuple[str, str]]()
+        for i, (name, each, key) in enumerate(rates):
+            vars(each)[key] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
+            named_rates[vars(each)[key]] = name, key
         made, named = dict[int, Tensor](), dict[str, Tensor]()
         for prefix, module in self.module.named_modules():
             module.training = mode.training != isinstance(module, mode.in_other_mode)
@@ -161,11 +191,10 @@ class Tracer:
                 tensors = vars(module)[kind]
                 for key, value in tensors.items():
                     if value is not None and id(value) not in made:
-                        made[id(value)] = named[f"{prefix}.{key}"] = self._replacement(
-                            value, kind == "_parameters", mode
-                        )
+                        replacement = self._replacement(value, kind == "_parameters", mode)
+                        made[id(value)] = named[f"{prefix}.{key}".removeprefix(".")] = replacement
                 vars(module)[kind] = {k: None if value is None else made[id(value)] for k, value in tensors.items()}
-        return named
+        return named, named_rates
 
     def _replacement(self, tensor: Tensor, is_parameter: bool, mode: Mode) -> Tensor:
         """Zeros for a parameter; a buffer keeps its values, which a forward may read."""
@@ -178,41 +207,66 @@ class Tracer:
 
     def input(self, mode: Mode, size: int) -> Tensor:
         shape = IMAGES + mode.extra_size, self.sample.channels, *[size + mode.extra_size] * dimensions(self.module)
-        return torch.zeros(shape, dtype=self.sample.dtype, device="cpu", requires_grad=mode.input_requires_grad)
+        zeros = torch.zeros(shape, dtype=self.sample.dtype, device="cpu").as_subclass(AsksOfInput)
+        return zeros.requires_grad_(mode.input_requires_grad)
 
     def _trace(self, forward: Forward, mode: Mode, tensors: dict[str, Tensor], is_authors: bool) -> Trace:
-        x, watch = self.input(mode, self.sample.size), Calls(self.module, self.table)
-        state, expressions = fingerprint(self.module) if is_authors else None, watch.expressions
-        expressions.leaf(x, "input")
+        x, modules = self.input(mode, self.sample.size), list(self.module.named_modules())
+        watch = Calls({each: name for name, each in modules}, self.table, self.ran if is_authors else None)
+        held = held_by(self.module, guard_of(self.module, self.ran.values()).names) if is_authors else []
+        attributes = [(each, dict(vars(each))) for _, each in modules] if is_authors else []
+        expressions, written = watch.expressions, None
+        absent = vars(x)["asks"] = list[str]()
+        entered = expressions.leaf(x, "input")
         leaves = {name: expressions.leaf(each, name) for name, each in tensors.items()}
-        with expressions:
-            with watch, torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast):
-                output = forward(x)
-            outputs = output if isinstance(output, (list, tuple)) else (output,)
-            if not all(isinstance(each, Tensor) for each in outputs):
-                raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
-            if x._backward_hooks:
-                raise SideEffectError("registers a hook on its input, which would see another gradient")
-            draws, computed = torch.default_generator.initial_seed(), expressions.of(output)
-            asks, forwards = watch.asks + Counter(values=expressions.asked), expressions.forwards_of_norms
-            differentiated = [each for each in outputs if each.requires_grad]
-            grads = [torch.empty_like(each) for each in differentiated]
-            for i, each in enumerate(grads):
-                expressions.leaf(each, "gradient", i)
-            if grads:
-                torch.autograd.backward(differentiated, grads)
-            recomputes = mode.training and expressions.forwards_of_norms > forwards
-            change = None if state is None else change_since(state, self.module)
-            if change is not None:
-                raise SideEffectError(f"changes its own state in its forward, which an engine would not: {change}")
-            buffers = [each for module in self.module.modules() for each in module._buffers.values()]
-            after = draws, torch.default_generator.initial_seed(), *map(expressions.of, (x, *buffers))
-            parameters = {name: each for name, each in tensors.items() if isinstance(each, nn.Parameter)}
-            written = next((name for name, each in parameters.items() if expressions.of(each) != leaves[name]), None)
-            if written is not None:
-                raise SideEffectError(f"writes to {written.removeprefix('.')}, which an engine would not")
-            gradients = tuple(expressions.of(each.grad) for each in (x, *parameters.values()))
-        return Trace(*(mode, computed, bool(grads), gradients, after, asks, recomputes, watch.calls, watch.features))
+        try:
+            with expressions:
+                with watch, torch.autocast("cpu", torch.bfloat16, enabled=mode.autocast):
+                    output = forward(x)
+                outputs = output if isinstance(output, (list, tuple)) else (output,)
+                if not all(isinstance(each, Tensor) for each in outputs):
+                    raise VerificationError(f"returns a {type(output).__name__}, where a dense block returns a tensor")
+                if x._backward_hooks:
+                    raise SideEffectError("registers a hook on its input, which would see another gradient")
+                draws, computed = torch.default_generator.initial_seed(), expressions.of(output)
+                asks, forwards = watch.asks, expressions.forwards_of_norms
+                if any(each.grad is not None for each in tensors.values() if each.requires_grad):
+                    raise SideEffectError("computes gradients in its forward")
+                differentiated = [each for each in outputs if each.requires_grad]
+                grads = [torch.empty_like(each) for each in differentiated]
+                for i, each in enumerate(grads):
+                    expressions.leaf(each, "gradient", i)
+                with watch.profile():
+                    torch.autograd.backward(differentiated, grads) if grads else None
+                recomputes = mode.training and expressions.forwards_of_norms > forwards
+                buffers = [each for _, module in modules for each in module._buffers.values()]
+                after = draws, torch.default_generator.initial_seed(), *map(expressions.of, (x, *buffers))
+                parameters = [each for each in tensors.values() if isinstance(each, nn.Parameter)]
+                gradients = tuple(expressions.of(each.grad) for each in (x, *parameters))
+        finally:
+            written = put_back(held)
+        for name, each in tensors.items() if is_authors else ():
+            if expressions.of(each) != leaves[name]:
+                owner = self.module.get_submodule(name.rpartition(".")[0])
+                if isinstance(owner, _NormBase) and place_of(each) in expressions.read:
+                    raise SideEffectError(f"reads {name}, which a norm updates")
+                is_statistic = isinstance(owner, _NormBase) or is_of_a_library(type(owner))
+                written = written or (None if is_statistic and not isinstance(each, nn.Parameter) else name)
+        for each, before in attributes:
+            names = {**before, **vars(each)}
+            changed = (name for name in names if before.get(name, self) is not vars(each).get(name, self))
+            written = next((f"{name} of a {class_as_written(type(each)).__name__}" for name in changed), written)
+        collection = next((what for what, _, before in held if isinstance(before, list)), None)
+        if expressions.asked and collection is not None:
+            raise SideEffectError(f"decides by values of tensors, and may write to {collection}")
+        if absent:
+            raise SideEffectError(f"asks its input for its {absent[0]}, which no other tensor has")
+        if written is not None:
+            raise SideEffectError(f"writes to {written}, which an engine would not, or twice")
+        return Trace(
+            *(mode, entered, computed, bool(grads), gradients, after, asks, frozenset(expressions.asked), recomputes),
+            calls=[] if mode.autocast else watch.calls,
+        )
 
     def saved_values_per_pixel(self, forward: Forward) -> int:
         """The values per pixel that training by `forward` saves for backward.
@@ -250,9 +304,9 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
-    unknown = Code([*module.modules()]).unknown
+    unknown = guard_of(module).unknown
     if unknown is not None:
-        raise SideEffectError(unknown)
+        raise SideEffectError(f"found that it {unknown}")
     before = [(each, {name: vars(each)[name] for name in (*HOOKS, "training")}) for each in module.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
@@ -263,6 +317,8 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(local_statistics(module))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)  # a few pixels are no work for several
         try:
             for each, _ in before:
                 vars(each).update({name: OrderedDict() for name in HOOKS})
@@ -270,6 +326,15 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         finally:
             for each, values in before:
                 vars(each).update(values)
+
+
+def _drop_rates(module: nn.Module) -> list[str]:
+    """The names of the attributes of `module` that are rates of dropout, which are verified for any value."""
+    if isinstance(module, _DropoutNd):
+        return ["p"] if module.p else []
+    if is_of_a_library(class_as_written(type(module))):
+        return []
+    return [name for name, value in vars(module).items() if value and is_drop_rate(name, value)]
 
 
 def _has_computed_weights(module: nn.Module) -> bool:
@@ -281,7 +346,7 @@ def describe_difference(traces: Iterable[Trace], tracer: Tracer, forward: Forwar
     """The difference between the block, whose traces these are, and the dense block that `forward` computes, or None if
     their expressions are equal: then they compute the same for any values."""
     try:
-        actual = (tracer.run(forward, each.mode, is_authors=False) for each in traces)
+        actual = (tracer.run(forward, each.mode) for each in traces)
         differences = (_difference(tracer.table, *each) for each in zip(actual, traces, strict=True))
         return next(filter(None, differences), None)
     except VerificationError as failure:
@@ -308,6 +373,7 @@ def _difference(table: Table, actual: Trace, expected: Trace) -> str | None:
             break
     else:
         asks = sorted({*(expected.asks - actual.asks), *(actual.asks - expected.asks)})
+        asks += ["values"] if expected.asked != actual.asked else []
         if not asks:
             return None
         found = f"asks a tensor for its {', '.join(asks)} in"

@@ -9,28 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
 
 from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose
-from ..engine.parts import ConsumerParts, NoPartsError, activations_of, composed, halves, is_activation, is_norm
-from .code import Code
+from ..engine.parts import ConsumerParts, NoPartsError, activations_of, is_activation, is_norm
 from .errors import VerificationError
-from .fingerprint import fingerprint
-from .layer_parts import (
-    POOL_FUNCTIONS,
-    TRANSITION,
-    LayerCalls,
-    calls_of_layers,
-    check_structure,
-    read_layer,
-    submodule,
-)
-from .trace import MODES, describe_difference, samples, tracing
+from .guard import guard_of, settings_of
+from .read import POOLS, Transition, consumer_parts, read_transition
+from .structure import convolutions_in, is_any_norm, why_not_traced
+from .trace import describe_difference, samples, tracing
 from .verified import Verified, VerifiedModule
 
 TRIAL_SIZE = 5
@@ -41,7 +31,7 @@ TRIAL_SIZE = 5
 class TransitionConversion(Verified):
     """The state of a converted transition, and what its forward calls."""
 
-    calls: LayerCalls | None = None
+    calls: Transition | None = None
 
 
 class ConvertedTransition(VerifiedModule):
@@ -64,16 +54,16 @@ class ConvertedTransition(VerifiedModule):
         if not may_read_converted_modules():
             return None
         calls = self._conversion.calls
-        return None if calls is None or self._state_change() is not None else _read(self, calls)
+        return None if calls is None or self._state_change() is not None else consumer_parts(self, calls)
 
 
 def convert_transition(module: nn.Module) -> bool:
     """Convert `module` if it is a transition, and return whether it is."""
-    calls = _find_calls(module, module.forward)
-    if calls is not None:
+    conversion = _find(module, module.forward)
+    if conversion is not None:
         add_mixin(module, ConvertedTransition)
-        cast(ConvertedTransition, module)._conversion = TransitionConversion(fingerprint(module), calls)
-    return calls is not None
+        cast(ConvertedTransition, module)._conversion = conversion
+    return conversion is not None
 
 
 def restore_transition(module: ConvertedTransition) -> None:
@@ -83,60 +73,39 @@ def restore_transition(module: ConvertedTransition) -> None:
 
 
 def transition_width(module: nn.Module) -> int | None:
-    """The channels that a module with the structure of a transition reads; None for any other module."""
-    try:
-        convolutions = check_structure(module)
-    except NoPartsError:
-        return None
-    is_alone = len(convolutions) == 1 and set(convolutions[0].kernel_size) == {1}
+    """The channels that a module with the structure of a transition reads: one norm and one 1×1 convolution, whatever
+    else; None for any other module."""
+    convolutions, norms = convolutions_in(module), sum(map(is_any_norm, module.modules()))
+    is_alone = len(convolutions) == norms == 1 and set(getattr(convolutions[0], "kernel_size", ())) == {1}
     return convolutions[0].in_channels if is_alone else None
 
 
-def _find_calls(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> LayerCalls | None:
+def _find(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> TransitionConversion | None:
     """What `forward` calls; None if `module` is no transition."""
     width = transition_width(module)
-    if width is None or "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
-        return None
-    if Code([*module.modules()]).by_parts is not None:
+    if width is None or why_not_traced(module) is not None:
         return None
     try:
         with tracing(module, samples(module, width, [TRIAL_SIZE])[0]) as run:
-            results = [run.run(forward, mode) for mode in MODES]
-            runs = [result.calls for result in results if result.calls is not None]
-            (calls,) = calls_of_layers(module, [module], runs, TRANSITION)
-            if not _is_read(module, calls) or describe_difference(results, run, partial(_run, module, calls)):
+            traces = list(run.runs_of_author(forward))
+            calls = read_transition(module, run.table, traces)
+            parts = consumer_parts(module, calls)
+            is_known = is_norm(parts.norm) and all(map(is_activation, parts.activations))
+            if not is_known or describe_difference(traces, run, partial(_run, module, calls)):
                 return None
-            return calls
+        guard = guard_of(module, run.ran.values(), settings_of(module))
+        return TransitionConversion(guard, calls) if guard.asks is None else None
     except (NoPartsError, VerificationError):
         return None
 
 
-def _is_read(module: nn.Module, calls: LayerCalls) -> bool:
-    """Whether the shared engine has the norm and the activation."""
-    parts = _read(module, calls)
-    return is_norm(parts.norm) and all(map(is_activation, parts.activations))
-
-
-def _run(module: nn.Module, calls: LayerCalls, x: Tensor) -> Tensor:
+def _run(module: nn.Module, calls: Transition, x: Tensor) -> Tensor:
     """The transition's output, from its parts."""
-    parts = _read(module, calls)
+    parts = consumer_parts(module, calls)
     output = parts.norm(x)
     if not activations_of(parts.norm):
         output = cast(nn.Module, parts.activation)(output)
     output = cast(_ConvNd, parts.conv)(output)
     if parts.pools:
-        output = POOL_FUNCTIONS["avg_pool"](output)
+        output = POOLS["avg_pool"](output)
     return output if parts.after is None else parts.after(output)
-
-
-def _read(module: nn.Module, calls: LayerCalls) -> ConsumerParts:
-    """The current parts of a transition."""
-    layer = read_layer(module, module, calls)
-    after = [POOL_FUNCTIONS[each] if isinstance(each, str) else submodule(module, each) for each in calls.after]
-    steps = [each for each in after if not isinstance(each, _DropoutNd)]
-    if layer.drop_rate:
-        before_pooling = len(steps) == len(after) or isinstance(after[0], _DropoutNd)
-        dropout, drop_rate = layer.dropout, layer.drop_rate  # not `layer`, which refers to the module
-        steps.insert(0 if before_pooling else 1, lambda x: dropout(x, drop_rate))
-    halved = len(steps) > 0 and (steps[0] is POOL_FUNCTIONS["avg_pool"] or halves(steps[0]))
-    return ConsumerParts(layer.norm1, layer.conv1, halved, layer.activations, composed(*steps[halved:]))

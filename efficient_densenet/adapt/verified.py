@@ -11,7 +11,7 @@ from torch import nn
 
 from .._compilers import constant_to_compilers
 from .._mixins import ModuleMixin, base_class
-from .fingerprint import Fingerprint, change_since, holds_attributes, plain_attributes
+from .guard import Guard, change_since, holds_attributes, plain_attributes
 
 
 class KeepsSignature(ModuleMixin):
@@ -38,7 +38,7 @@ class Verified:
     It has no references to modules, so a copy or replica never refers to the original's modules.
     """
 
-    verified: Fingerprint | None = None
+    verified: Guard | None = None
 
 
 class VerifiedModule(KeepsSignature):
@@ -59,5 +59,5 @@ class VerifiedModule(KeepsSignature):
 
     @constant_to_compilers
     def _state_change_now(self) -> str | None:
-        before: Fingerprint | None = self._conversion.verified
+        before: Guard | None = self._conversion.verified
         return "its layers are others" if before is None else change_since(before, self)

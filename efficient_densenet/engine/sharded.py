@@ -39,7 +39,7 @@ def why_sharded(module: nn.Module) -> str | None:
     if sharding is None:
         return None
     wrapped = getattr(module, "_fsdp_wrapped_module", module)  # of FullyShardedDataParallel
-    name = author_class(wrapped).__name__
+    name = author_class(type(wrapped)).__name__
     return (
         f"found parameters that {sharding} shards on each {name} inside a block: shard blocks, stages or the whole "
         "model instead"

@@ -1,0 +1,507 @@
+"""What the functions of a block name: values that are compared at every forward, since a trace takes them as given.
+
+The code of a function names attributes, global variables and other functions (`co_names`), which are read in turn, with
+closures and defaults. A value is compared by a form that holds no module and no tensor and is the same for a copy. A
+value without such a form, as of a class written in C, makes the block run its author's forward.
+"""
+
+import builtins
+import sys
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from enum import Enum
+from functools import cache, cached_property, partial
+from hashlib import sha256
+from numbers import Number
+from operator import is_
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+    WrapperDescriptorType,
+)
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
+from .._mixins import author_class
+from ..norms.batch_norm import TORCH_CLASSES
+
+Held = list[tuple[str, Any, Any]]
+"""What a function may write to, with a description and the present contents."""
+
+
+class Constant(NamedTuple):
+    """A value whose text says all of it; its class tells 1, 1.0 and True apart."""
+
+    kind: str
+    text: str
+
+
+class DropRate(NamedTuple):
+    """A probability of dropout. If it was not 0 in the trace, any other probability is verified too: the trace tries
+    several, with different ones in each dropout of a block."""
+
+    value: float
+
+
+class TensorNames(tuple[str, ...]):
+    """The names of the parameters and buffers of one of torch's modules. Names may disappear, as by sharding. A new
+    name, such as `weight_orig`, means that the weight is now computed from this parameter."""
+
+
+class Guard(NamedTuple):
+    """All that the functions of a block name, in a form that holds no module and no tensor.
+
+    Attributes:
+        names: the names in the code of the functions.
+        modules: for each module the name of its class, its attributes, and which of the block's modules it is.
+        outside: values elsewhere, each with a description.
+        unknown: why a value cannot be compared, or a recomputation would do something again; or None.
+        asks: why the parts of the layers cannot stand for the functions, whatever these compute; or None.
+        live: the rates of dropout that may change, each a module's number and an attribute; None for all.
+    """
+
+    names: frozenset[str]
+    modules: tuple[tuple[str, tuple[tuple[str, Any], ...], str], ...]
+    outside: tuple[tuple[str, Any], ...]
+    unknown: str | None
+    asks: str | None
+    live: frozenset[tuple[int, str]] | None = None
+
+    def of(self, module: nn.Module) -> "Guard":
+        """What the functions of a module inside the block name now."""
+        walk = _Walk(module, self.names)
+        return self._replace(modules=tuple(walk.modules), outside=tuple(walk.outside))
+
+
+def guard_of(block: nn.Module, ran: Iterable[CodeType] = (), names: Iterable[str] = ()) -> Guard:
+    """What the functions of `block` name now. They are those that are named, beginning with `forward`, and those of
+    which the code is among `ran`; `names` are further ones."""
+    names, before, walk = frozenset({"forward", *names}), frozenset[str](), _Walk(block, frozenset())
+    while names != before:
+        walk, before = _Walk(block, names), names
+        names = names.union(*map(_names_in, walk.codes))
+        if names == before:  # a function that is called without its name, such as __getitem__
+            names |= {each.co_name for each in ran if each not in walk.codes}
+    unnamed = next((f"calls {each.co_name}, which it does not name" for each in ran if each not in walk.codes), None)
+    mode = next(iter(sorted(names & MODES)), None)
+    asks = None if mode is None else f"asks PyTorch for {mode}, of which a trace cannot try every value"
+    unknown = walk.unknown or unnamed or (None if names & MODES <= MODES_RESTORED else asks)
+    return Guard(names, tuple(walk.modules), tuple(walk.outside), unknown, asks)
+
+
+def held_by(block: nn.Module, names: frozenset[str]) -> Held:
+    """The collections, objects and variables that the functions of `block` may write to."""
+    return _Walk(block, names, holds=True).held
+
+
+def put_back(held: Held) -> str | None:
+    """Put back what was written since, and return the description of what was written to, or None."""
+    written = None
+    for what, each, before in held:
+        if isinstance(each, CellType):
+            is_same = each.cell_contents is before
+            each.cell_contents = before
+        elif isinstance(before, list):
+            now = _contents(each)
+            is_same = len(now) == len(before) and all(map(is_, now, before))
+            if not is_same:
+                each.clear()
+                pairs = zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True)
+                each.update(pairs) if isinstance(each, dict) else (getattr(each, "extend", None) or each.update)(before)
+        else:  # names of an object, a class, a module of Python, or the global variables of a function
+            variables = each if isinstance(each, dict) else vars(each)
+            changed = [(name, value) for name, value in before.items() if variables.get(name, _MISSING) is not value]
+            is_same = not changed
+            for name, value in changed:
+                if isinstance(each, dict):
+                    each.update({name: value}) if value is not _MISSING else each.pop(name)
+                else:
+                    setattr(each, name, value) if value is not _MISSING else delattr(each, name)
+        written = written or (None if is_same else what)
+    return written
+
+
+def _contents(collection: Any) -> list[Any]:
+    return [*collection, *collection.values()] if isinstance(collection, dict) else [*collection]
+
+
+def change_since(before: Guard, block: nn.Module) -> str | None:
+    """The first change of what the functions of `block` name, such as "scale of a DenseLayer was 1.0 and is 0.5", or
+    None."""
+    now = _Walk(block, before.names)
+    modules, outside = tuple(now.modules), tuple(now.outside)
+    if modules == before.modules and outside == before.outside:
+        return None
+    if len(modules) != len(before.modules):
+        return "it has other modules"
+    pairs = list(zip(before.modules, modules, strict=True))
+    for (old, *_), (new, *_) in pairs:
+        if old != new:
+            return f"a {old} has become a {new}"
+    for i, ((name, old, _), (_, new, _)) in enumerate(pairs):
+        old_values, new_values = dict(old), dict(new)
+        for key in {**old_values, **new_values}:
+            difference = _difference(old_values.get(key, _MISSING), new_values.get(key, _MISSING))
+            is_live = (
+                isinstance(new_values.get(key), DropRate) and before.live is not None and (i, key) not in before.live
+            )
+            if difference is not None or (is_live and old_values.get(key) != new_values[key]):
+                return f"{key} of a {name} {difference or 'has changed'}"
+    if any(old[2] != new[2] for old, new in pairs):
+        return "other modules have several names"
+    for (what, old), (other, new) in zip(before.outside, outside, strict=False):
+        if what != other or old != new:
+            return f"{what} {_difference(old, new) or 'has changed'}"
+    return None if len(outside) == len(before.outside) else "its functions name other values"
+
+
+def _difference(old: Any, new: Any) -> str | None:
+    if isinstance(old, TensorNames) and isinstance(new, TensorNames):
+        added = [name for name in new if name not in old]
+        return f"have {added[0]} now" if added else None
+    if old == new or (isinstance(old, DropRate) and isinstance(new, DropRate) and old.value):
+        return None
+    texts = [each.text if isinstance(each, Constant) else getattr(each, "value", None) for each in (old, new)]
+    if None not in texts:
+        return f"was {texts[0]} and is {texts[1]}"
+    return "was added" if old is _MISSING else "was removed" if new is _MISSING else "has changed"
+
+
+def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
+    """The names and values of the numbers, flags and strings that each author's module in `block` holds."""
+    return tuple(
+        tuple((name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str)))
+        if not is_of_a_library(class_as_written(type(module)))
+        else ()
+        for module in block.modules()
+    )
+
+
+def holds_attributes(block: nn.Module, attributes: tuple[tuple[tuple[str, Any], ...], ...]) -> bool:
+    """Whether `attributes` equal `plain_attributes(block)`. A compiler that traces this recompiles when one changes."""
+    pairs = zip(block.modules(), attributes, strict=True)
+    return all(getattr(module, name) == value for module, values in pairs for name, value in values)
+
+
+class _Walk:
+    """One pass over the modules of a block, and over all that functions name.
+
+    Attributes:
+        modules, outside, unknown: as in `Guard`.
+        codes: the code of the functions, and of those inside.
+        held: what a function may write to: collections, objects, variables; each with a description and its contents.
+    """
+
+    def __init__(self, block: nn.Module, names: frozenset[str], holds: bool = False) -> None:
+        self.names, self._reads_any = names, not names.isdisjoint(_READ_ANY)
+        self._reads_training, self._flags = "training" in names, dict[str, bool]()
+        self.modules: list[tuple[Any, ...]] = []
+        self.outside: list[tuple[str, Any]] = []
+        self.codes: set[CodeType] = set()
+        self.held: Held = []
+        self._holds = holds
+        self.unknown: str | None = None
+        self._pending: list[Any] = []  # classes, modules of Python and functions, each once
+        self._seen: dict[int, tuple[str, Any]] = {}  # kept, so that no other object gets the identity of one
+        modules = list(_modules(block))
+        for i, module in enumerate(modules):
+            self._seen.setdefault(id(module), (f"module {i}", module))
+        try:
+            for module in modules:
+                self._see_module(module)
+            others, norms, dropouts = (self._flags.get(each, block.training) for each in ("", "norms", "dropouts"))
+            self.outside.append(("training of its modules", (others, norms, dropouts) in TRACED_FLAGS))
+            for each in self._pending:  # which grows
+                self._see_owner(each)
+        except Exception as exc:  # of an author's object, such as one without a hash
+            self._refuse(f"has code or values that cannot be read ({type(exc).__name__}: {exc})")
+
+    def _refuse(self, what: str) -> None:
+        self.unknown = self.unknown or what
+
+    def _pend(self, *owners: Any) -> None:
+        for each in owners:
+            if id(each) not in self._seen:
+                self._seen[id(each)] = f"{getattr(each, '__module__', None)}.{_name_of(each)}", each
+                self._pending.append(each)
+
+    def _named(self, held: Any) -> list[str]:
+        """The names of those that a function may read, of the names that are held."""
+        return [each for each in held if each not in OF_EVERY_MODULE] if self._reads_any else sorted(self.names & held)
+
+    def _see_module(self, module: nn.Module) -> None:
+        kind, held, values = _kind_of(type(module)), vars(module), list[tuple[str, Any]]()
+        parameters = module._parameters or held.get("_former_parameters", {})  # of a replica of nn.DataParallel
+        if kind.is_script:
+            self._refuse("holds a ScriptModule, whose code is not Python's")
+        if kind.is_dropout:
+            values += [("p", DropRate(held["p"])), ("inplace", held["inplace"])]
+        elif kind.of_torch:
+            values.append(("tensors", TensorNames((*parameters, *module._buffers))))
+        if module._modules:
+            values.append(("modules", tuple(module._modules)))
+        if self._reads_training:
+            training = self._flags.setdefault(kind.group, module.training)
+            values.append(("training, beside the others',", module.training is training))
+        if self._reads_any or not self.names.isdisjoint(held):
+            for name in self._named(held.keys()):
+                if not (
+                    name in OF_EVERY_MODULE or name in parameters or (kind.is_dropout and name in ("p", "inplace"))
+                ):
+                    values.append((name, self._attribute(f"{name} of a {kind.name}", name, held[name])))
+        for tensors in (parameters, module._buffers):
+            if tensors and not (kind.of_torch and self.names.isdisjoint(tensors)):
+                named = self._named(tensors.keys())
+                values += [(each, "no tensor" if tensors[each] is None else "a tensor") for each in named]
+        self._pend(*kind.authors)
+        self.modules.append((kind.name, tuple(values), self._seen[id(module)][0]))
+
+    def _attribute(self, what: str, name: str, value: Any) -> Any:
+        return DropRate(value) if is_drop_rate(name, value) else self._form(what, value)
+
+    def _see_owner(self, owner: Any) -> None:
+        """See the named attributes of a class, a module of Python or a function, and all that a function names."""
+        held, name = vars(owner), _name_of(owner)
+        for each in self._named(held.keys()) if held else ():
+            if each in self.names or not each.startswith("__"):
+                what = f"{each} of a {name}" if isinstance(owner, type) else f"{each} of {name}"
+                self.outside.append((what, self._form(what, held[each])))
+        if self._holds:
+            self.held.append((name, owner, {each: held.get(each, _MISSING) for each in self.names}))
+        if not isinstance(owner, FunctionType):
+            return
+        code, variables = owner.__code__, owner.__globals__
+        self.codes |= set(_codes_in(code))
+        if self._holds:
+            before = {each: variables.get(each, _MISSING) for each in _names_in(code)}
+            self.held.append((f"a variable of {name}", variables, before))
+        found = {each: variables.get(each, vars(builtins).get(each, _MISSING)) for each in _names_in(code)}
+        found = {each: value for each, value in found.items() if value is not _MISSING}
+        for each, cell in zip(code.co_freevars, owner.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not set yet
+                found[each] = cell.cell_contents
+                self.held.append((each, cell, cell.cell_contents))
+        found |= {"a default": (owner.__defaults__, owner.__kwdefaults__)}
+        self.outside.append((f"the code of {name}", digest_of(code)))
+        self.outside += [(f"{each} in {name}", self._form(f"{each} in {name}", found[each])) for each in sorted(found)]
+
+    def _form(self, what: str, value: Any) -> Any:
+        """A form of `value` to be compared later: equal forms mean equivalent values."""
+        kind = type(value)
+        if kind in _CONSTANTS or isinstance(value, (Number, Enum)):
+            return Constant(kind.__name__, repr(value))
+        if isinstance(value, Tensor):
+            return "a tensor"
+        if id(value) in self._seen:
+            return self._seen[id(value)][0]
+        if _is_constant(value):
+            return f"{getattr(value, '__module__', None)}.{_name_of(value)}"
+        if _authors_of(value) or (isinstance(value, (FunctionType, ModuleType)) and is_of_authors(_origin(value))):
+            self._pend(value, *_authors(kind), *_authors_of(value))
+            return self._seen[id(value)][0]
+        self._seen[id(value)] = f"value {len(self._seen)}", value
+        self._pend(*_authors(kind))
+        if isinstance(value, nn.Module):
+            if any(True for _ in (*value.parameters(), *value.buffers())):
+                self._refuse(f"reads {what}, a {kind.__name__} with tensors that is not inside")
+            self._pend(*(cls for each in value.modules() for cls in _authors(type(each))))
+            inside = {name: each for name, each in vars(value).items() if each or name not in OF_EVERY_MODULE}
+        elif isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MANY:
+            if not isinstance(value, (tuple, frozenset)):
+                self.held.append((what, value, _contents(value)))
+            items = value.items() if isinstance(value, dict) else value
+            inside = dict(enumerate(sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items))
+        elif any(isinstance(value, cls) for cls in _INSIDE):
+            names = next(names for cls, names in _INSIDE.items() if isinstance(value, cls))
+            inside = {name: getattr(value, name) for name in names}
+        elif (_authors(kind) and not issubclass(kind, type)) or kind in (SimpleNamespace, Namespace):
+            held = dict(getattr(value, "__dict__", {}))
+            if held:
+                self.held.append((what, value, dict.fromkeys(self.names, _MISSING) | held))
+            slots = (name for cls in _authors(kind) for name in vars(cls).get("__slots__", ()))
+            held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            inside = {name: held[name] for name in self._named(held.keys())}
+        else:
+            self._refuse(f"reads {what}, a {kind.__name__}, whose changes would go unnoticed")
+            return kind.__name__
+        return kind.__name__, *((name, self._attribute(what, str(name), each)) for name, each in inside.items())
+
+
+class _Kind(NamedTuple):
+    """What a class says of its modules; those of one group are in one training mode in a trace."""
+
+    name: str
+    authors: tuple[type, ...]
+    of_torch: bool
+    is_dropout: bool
+    group: str
+    is_script: bool
+
+
+@cache
+def _kind_of(cls: type[nn.Module]) -> _Kind:
+    cls = class_as_written(cls)
+    name, is_dropout = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__, issubclass(cls, _DropoutNd)
+    group = "dropouts" if is_dropout else "norms" if issubclass(cls, _NormBase) else ""
+    is_script = issubclass(cls, torch.jit.ScriptModule)
+    return _Kind(name, _authors(cls), is_of_a_library(cls), is_dropout, group, is_script)
+
+
+def class_as_written(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class as its author wrote it: torch's class for norms under the exactly-once rule."""
+    cls = author_class(cls)
+    return TORCH_CLASSES.get(cls, cls)
+
+
+def _origin(value: Any) -> str | None:
+    """The name of the module where a function, a class or an object is from, or of a module itself."""
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, FunctionType):  # `functools.wraps` gives an author's function another module
+        return value.__globals__.get("__name__")
+    if isinstance(value, BuiltinFunctionType) and value.__module__ is None:  # of torch, or a method of some object
+        return getattr(value.__self__, "__module__", None)
+    return getattr(value, "__module__", None)
+
+
+def is_of_a_library(value: Any) -> bool:
+    """Whether this is of a library that holds no state of an author."""
+    return f"{_origin(value)}.".startswith(LIBRARIES) and not f"{_origin(value)}.".startswith(_STATEFUL)
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether everything is known of this, as of a library's function, class or module."""
+    if isinstance(value, (torch.jit.ScriptFunction, *_DESCRIPTORS)):
+        return True
+    if value.__class__ in (type, BuiltinFunctionType) and value.__module__ == "builtins" and not _authors_of(value):
+        return value in BUILTINS
+    return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType)) and is_of_a_library(value)
+
+
+def _authors_of(value: Any) -> tuple[type, ...]:
+    return _authors(value) if isinstance(value, type) else ()
+
+
+def is_of_authors(name: str | None) -> bool:
+    """Whether a module of this name is an author's; notebooks and code generators may give none."""
+    of_libraries = f"{name}.".startswith((*LIBRARIES, "namedtuple_"))
+    return (name or "").partition(".")[0] not in _NOT_OF_AUTHORS and not of_libraries
+
+
+@cache
+def _authors(cls: type) -> tuple[type, ...]:
+    """The classes of authors of which a class is derived."""
+    return tuple(
+        each
+        for each in cls.__mro__
+        if each.__flags__ & _HEAP_TYPE and (each.__module__ == "builtins" or is_of_authors(each.__module__))
+    )
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Like `module.modules()`, but several times as fast."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _modules(child)
+
+
+def is_drop_rate(name: str, value: Any) -> bool:
+    return type(value) is float and "drop" in name and 0 <= value <= 1
+
+
+def settings_of(block: nn.Module) -> set[str]:
+    """The names of the settings of torch's modules without tensors, such as activations and poolings."""
+    of_torch = (each for each in _modules(block) if is_of_a_library(type(each)) and not each._parameters)
+    return {name for each in of_torch for name in vars(each)} - OF_EVERY_MODULE
+
+
+def positions(block: nn.Module) -> dict[nn.Module, int]:
+    """The numbers of a block's modules in a guard."""
+    return {each: i for i, each in reversed(list(enumerate(_modules(block))))}
+
+
+def _name_of(value: Any) -> str:
+    return getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__qualname__
+
+
+@cache
+def _codes_in(code: CodeType) -> tuple[CodeType, ...]:
+    """The code of a function and of the functions inside."""
+    return code, *(each for inner in code.co_consts if isinstance(inner, CodeType) for each in _codes_in(inner))
+
+
+@cache
+def _names_in(code: CodeType) -> frozenset[str]:
+    return frozenset(name for each in _codes_in(code) for name in each.co_names)
+
+
+@cache
+def digest_of(code: CodeType) -> bytes:
+    """A hash of a function's code, which is the same in another process."""
+    constants = [digest_of(each) if isinstance(each, CodeType) else each for each in code.co_consts]
+    texts = [sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each) for each in constants]
+    return sha256(repr((code.co_code, code.co_names, texts)).encode()).digest()
+
+
+TRACED_FLAGS = {(True, True, True), (False, False, False), (False, False, True), (True, False, True)}
+"""The training modes of a trace: of all modules but norms and dropouts, of norms, and of dropouts."""
+_MISSING, _MANY, _HEAP_TYPE = object(), 1000, 1 << 9  # the flag of classes that are made at run time
+_CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
+_CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_INSIDE = {
+    property: ("fget",),
+    cached_property: ("func",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+}
+"""Objects that consist of functions and values, with their names."""
+_DESCRIPTORS = MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType, MemberDescriptorType
+_DESCRIPTORS += (type(Constant.kind),)
+"""Attributes of classes in C, of slots and of named tuples, which hold nothing themselves."""
+_READ_ANY = {"getattr", "hasattr", "vars", "dir", "attrgetter", "methodcaller", "__getattribute__", "__getattr__"}
+_READ_ANY |= {"__dict__", "format", "format_map"}
+"""Names of functions that read attributes of which the names are computed."""
+LIBRARIES = (f"{__name__.partition('.')[0]}.", "torch.", "torchvision.ops.", "torchvision.utils.", "math.", "typing.")
+LIBRARIES += ("einops.", "itertools.", "operator.", "__future__.", "functools.", "collections.", "_functools.")
+LIBRARIES += ("_operator.", "_collections.", "abc.", "typing_extensions.")
+_STATEFUL = ("torch.backends.", "torch.distributed.", "torch.random.", "torch.utils.data.")
+_NOT_OF_AUTHORS = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]} - {"__main__"}
+BUILTINS = {abs, all, any, bool, dict, divmod, enumerate, filter, float, frozenset, getattr, hasattr, int, isinstance}
+BUILTINS |= {issubclass, iter, len, list, map, max, min, next, object, pow, range, repr, reversed, round, set, slice}
+BUILTINS |= {callable, sorted, str, sum, super, tuple, type, zip, property, staticmethod, classmethod, vars, dir}
+BUILTINS |= {setattr, delattr, complex, bytes, format, chr, ord, print}
+BUILTINS |= {each for each in vars(builtins).values() if isinstance(each, type) and issubclass(each, Exception)}
+MODES_RESTORED = {name for name in dir(torch) if "autocast" in name and name.startswith(("get_", "is_"))}
+"""The modes in which a recomputation runs as the forward did."""
+MODES = {name for name in dir(torch) if name.startswith(("get_", "is_", "are_", "set_")) and not hasattr(Tensor, name)}
+MODES -= {"is_tensor", "is_storage"}
+MODES |= {"manual_seed", "seed", "initial_seed", "load", "save", "use_deterministic_algorithms", "backends"}
+MODES |= {name for name in dir(torch.cuda) if name.startswith(("current_", "mem", "max_mem", "get_", "is_current"))}
+MODES |= {"_C", "distributed", "grad", "set_", "requires_grad_", "share_memory_", "data_ptr", "retain_grad"}
+OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
+    "_conversion",  # added by the conversion itself
+    "_conversion_report",
+    "_engine_plans",  # kept by engine/read.py
+    "keep_bottleneck",  # read at every forward
+    "_is_replica",  # set by nn.DataParallel
+    "_former_parameters",
+}
+_BATCH_NORMS = set(TORCH_CLASSES.values())
+"""One of them may become another, as by `convert_sync_batchnorm`: engines read which it is at every forward."""
