@@ -4,6 +4,7 @@ import copy
 import itertools
 import random
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy
@@ -35,6 +36,19 @@ class _Clamped(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         return grad.clamp(-50, 50)
+
+
+class _Marked(Tensor):
+    """A subclass without operations of its own, as libraries have them for metadata."""
+
+
+def _double_if_wide(y: Tensor) -> Tensor:
+    return y * 2 if y.size(3) > 8 else y
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # new releases of PyTorch deprecate TorchScript, which layers still call
+    _scripted = torch.jit.script(_double_if_wide)
 
 
 def _hooked(layer: nn.Module, y: Tensor) -> Tensor:
@@ -74,6 +88,7 @@ WHOLE = {
     "asks for a graph": when(lambda s, y: y.grad_fn is not None),
     "asks for a leaf": when(lambda s, y: not y.is_leaf),
     "asks for a size": when(lambda s, y: y.shape[-1] > 8),
+    "asks for a size in TorchScript": lambda s, y: _scripted(y),
     "asks for images": when(lambda s, y: y.shape[0] > 8),
     "asks for a dtype": when(lambda s, y: y.dtype == torch.float32),
     "asks for the memory format": when(lambda s, y: y.is_contiguous(memory_format=torch.channels_last)),
@@ -84,6 +99,7 @@ WHOLE = {
 }
 SHARED = {
     "asks for the flags of two modules": when(lambda s, y: s.relu1.training != s.conv1.training),
+    "asks for the class": when(lambda s, y: isinstance(y, _Marked)),
     "prints under a flag": lambda s, y: (print(y.shape) if s.efficient else None, y)[1],
 }
 NOWHERE = {
@@ -124,6 +140,7 @@ CALLS: list[Callable[[nn.Module, Tensor], Tensor]] = [
     lambda block, x: _call(block, F.pad(x, (3,) * 4)),
     lambda block, x: _call(block, torch.cat([x] * 4)),
     lambda block, x: _call(block, x, torch.float32),
+    lambda block, x: _call(block, x.as_subclass(_Marked)).as_subclass(Tensor),
     lambda block, x: _call(block, x.to(memory_format=torch.channels_last)),
     lambda block, x: _call(block, x, torch.float32, autocast=True),
     _with_double_as_default,

@@ -45,7 +45,9 @@ class ConvertedBlock(VerifiedModule):
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._see_tracer(*args)
             return super().forward(*args, **kwargs)
-        plan = None if self._conversion.verified is None else choose.plan_block(self, args[0])
+        verified = self._conversion.verified
+        is_left = verified is None or verified.reads_class_of(args[0])
+        plan = None if is_left else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
             return super().forward(*args)
         return choose.run_block(self, args[0], plan)

@@ -81,6 +81,10 @@ class Guard(NamedTuple):
     asks: str | None
     live: frozenset[tuple[int, str]] | None = None
 
+    def reads_class_of(self, x: Tensor) -> bool:
+        """Whether the functions may decide by the class of an input that is of another class than the trace's."""
+        return type(x) is not Tensor and not self.names.isdisjoint(("isinstance", "issubclass", "type", "__class__"))
+
     def of(self, module: nn.Module) -> "Guard":
         """What the functions of a module inside the block name now."""
         walk = _Walk(module, self.names)
@@ -100,7 +104,7 @@ def guard_of(block: nn.Module, ran: Iterable[CodeType] = (), names: Iterable[str
     mode = next(iter(sorted(names & MODES)), None)
     asks = None if mode is None else f"asks PyTorch for {mode}, of which a trace cannot try every value"
     unknown = walk.unknown or unnamed or (None if names & MODES <= MODES_RESTORED else asks)
-    return Guard(names, tuple(walk.modules), tuple(walk.outside), unknown, asks)
+    return Guard(names, tuple(walk.modules), tuple(walk.outside), unknown, walk.asks or asks)
 
 
 def held_by(block: nn.Module, names: frozenset[str]) -> Held:
@@ -201,7 +205,7 @@ class _Walk:
     """One pass over the modules of a block, and over all that functions name.
 
     Attributes:
-        modules, outside, unknown: as in `Guard`.
+        modules, outside, unknown, asks: as in `Guard`.
         codes: the code of the functions, and of those inside.
         held: what a function may write to: collections, objects, variables; each with a description and its contents.
     """
@@ -215,6 +219,7 @@ class _Walk:
         self.held: Held = []
         self._holds = holds
         self.unknown: str | None = None
+        self.asks: str | None = None
         self._pending: list[Any] = []  # classes, modules of Python and functions, each once
         self._seen: dict[int, tuple[str, Any]] = {}  # kept, so that no other object gets the identity of one
         modules = list(_modules(block))
@@ -308,6 +313,9 @@ class _Walk:
             return "a tensor"
         if id(value) in self._seen:
             return self._seen[id(value)][0]
+        if isinstance(value, torch.jit.ScriptFunction):
+            self.asks = self.asks or f"calls {_name_of(value)}, a function of TorchScript, in which no request is seen"
+            return kind.__name__, value.code
         if _is_constant(value):
             return f"{getattr(value, '__module__', None)}.{_name_of(value)}"
         if _authors_of(value) or (isinstance(value, (FunctionType, ModuleType)) and is_of_authors(_origin(value))):
@@ -385,7 +393,7 @@ def is_of_a_library(value: Any) -> bool:
 
 def _is_constant(value: Any) -> bool:
     """Whether everything is known of this, as of a library's function, class or module."""
-    if isinstance(value, (torch.jit.ScriptFunction, *_DESCRIPTORS)):
+    if isinstance(value, _DESCRIPTORS):
         return True
     if value.__class__ in (type, BuiltinFunctionType) and value.__module__ == "builtins" and not _authors_of(value):
         return value in BUILTINS
