@@ -49,7 +49,8 @@ class Sample(NamedTuple):
 def samples(module: nn.Module, channels: int, sizes: Sequence[int] = (3, 16)) -> list[Sample]:
     """The inputs on which a module may run, the usual one first; few pixels are not enough for padding by reflection,
     nor half precision for every operation on a CPU."""
-    own = next(first_conv(module).parameters()).dtype  # not conv.weight, which a parametrization would compute
+    # Not conv.weight, which a parametrization would compute, and which FullyShardedDataParallel may hold elsewhere.
+    own = next((each.dtype for each in first_conv(module).parameters()), torch.float32)
     dtypes = dict.fromkeys(each for each in (own, torch.float32) if each.is_floating_point)
     return [Sample(channels, size, dtype) for dtype in dtypes for size in sizes]
 
