@@ -240,14 +240,16 @@ _len_torch_function_stack = _private("_C._len_torch_function_stack", "falling ba
 _function_modes = _private("overrides._get_current_function_mode_stack", "falling back under function modes", ())
 
 
+def classes_of_function_modes() -> list[type]:
+    """Return the class of each active `TorchFunctionMode` that other code has defined. PyTorch's own, such as that of a
+    default device, change no values."""
+    classes = [type(mode) for mode in _function_modes()] if _len_torch_function_stack() else []
+    return [cls for cls in classes if not cls.__module__.startswith(("torch.", "efficient_densenet."))]
+
+
 def name_of_function_mode() -> str | None:
-    """Return the class of an active `TorchFunctionMode` that other code has defined, or None. PyTorch's own, such as
-    that of a default device, change no values."""
-    if not _len_torch_function_stack():
-        return None
-    classes = (type(mode) for mode in _function_modes())
-    others = (cls for cls in classes if not cls.__module__.startswith(("torch.", "efficient_densenet.")))
-    return next((cls.__name__ for cls in others), None)
+    """Return the name of the first of `classes_of_function_modes`, or None."""
+    return next((cls.__name__ for cls in classes_of_function_modes()), None)
 
 
 _len_torch_dispatch_stack = _private("_C._len_torch_dispatch_stack", SHARED, 1)

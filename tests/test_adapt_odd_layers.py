@@ -179,6 +179,17 @@ def test_what_cannot_be_repeated_is_left_alone_and_no_generator_moves(kind):
     assert type(block) is type(plain)
 
 
+def test_a_function_mode_around_the_conversion_is_not_the_blocks():
+    class Mode(torch.overrides.TorchFunctionMode):  # as trainers build a model in one
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        block, plain, _ = converted(layer_with())
+    assert type(block) is not type(plain)
+    assert_same_steps(block, plain)
+
+
 def test_channels_may_be_counted_and_selected():
     assert converted(layer_with(odd=lambda self, y: torch.cat([y, y], 1)[:, : y.size(1)]))[2] == "shared"
 

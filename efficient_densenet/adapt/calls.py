@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from .._torch_private import classes_of_function_modes
 from .errors import SideEffectError
 from .expressions import Expressions, Table
 from .guard import LIBRARIES, is_of_authors
@@ -109,6 +110,8 @@ class Calls(TorchFunctionMode):
                 raise SideEffectError(f"imports {name} in its forward")
             return import_(name, variables, *args)
 
+        # Modes around are not the block's, such as those in which trainers build a model.
+        self._around = {getattr(cls.__torch_function__, "__code__", None) for cls in classes_of_function_modes()}
         if hasattr(profiler, "disable"):  # cProfile's
             profiler.disable()
         builtins.__import__ = see_import
@@ -124,6 +127,8 @@ class Calls(TorchFunctionMode):
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
         ran, code = cast(dict, self._ran), frame.f_code
+        if code in self._around:
+            return
         if event == "call" and id(code) not in ran and is_of_authors(frame.f_globals.get("__name__")):
             ran |= {} if _is_importing(frame) else {id(code): code}
         elif event == "c_call" and called is print and is_of_authors(frame.f_globals.get("__name__")):
