@@ -6,7 +6,7 @@ one is lost, and says so. `tests/test_torch_private.py` tests each function, and
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -87,11 +87,6 @@ def is_batched_gradient(grad: Tensor | None) -> bool:
     return grad is not None and _is_legacy_batchedtensor(grad)
 
 
-def tensor_hooks(tensor: Tensor) -> dict | None:
-    """Return the dict of a tensor's `register_hook` hooks. Clearing the dict disables the hooks."""
-    return tensor._backward_hooks
-
-
 def leaves_not_to_save(tensors: Sequence[Tensor | None]) -> dict[int, Tensor]:
     """Return the tensors, by their positions, whose hooks would be lost if an autograd.Function saved them.
 
@@ -132,15 +127,6 @@ def saved_tensors_hooks_enabled() -> bool:
 
 
 _cache_enabled = _private("nn.utils.parametrize._cache_enabled", "recomputing parametrizations", True)
-
-
-def top_saved_tensors_hooks() -> tuple[Callable, Callable] | None:
-    """Return the pack and unpack hooks of the innermost `saved_tensors_hooks` context, or None outside of any.
-
-    PyTorch 2.6 does not tell: None.
-    """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # pyright: ignore[reportAttributeAccessIssue]
-    return None if top is None else top(False)
 
 
 def parametrization_cache_enabled() -> bool:

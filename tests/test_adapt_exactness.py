@@ -260,6 +260,25 @@ def test_odd_transitions_are_left_alone(kind):
     assert not convert_transition(layer_with(_OddTransition, forward=ODD_TRANSITIONS[kind])())
 
 
+class _Marked(Tensor):
+    """A subclass without operations of its own."""
+
+
+def test_a_transition_that_asks_for_the_class_of_its_input_gets_it():
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return nn.Sequential.forward(self, x) * 2 if isinstance(x, _Marked) else nn.Sequential.forward(self, x)
+
+    plain = layer_with(_OddTransition, forward=forward)()
+    transition, x = copy.deepcopy(plain), torch.randn(2, START, 6, 6, requires_grad=True)
+    assert convert_transition(transition)
+    for each in x, x.as_subclass(_Marked):
+        outputs = []
+        for module in transition, plain:
+            torch.manual_seed(0)
+            outputs.append(module(each).as_subclass(Tensor))
+        torch.testing.assert_close(*outputs)
+
+
 class UpdatesWithGradientsOnly(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         updates = self.training and torch.is_grad_enabled()

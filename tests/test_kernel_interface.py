@@ -39,7 +39,7 @@ def test_each_kernel_has_the_interface_s_parameters(member, implementation):
 
 
 WITHOUT_LAUNCH = {"arranged_weights", "images_at_once"}
-WRITTEN = (" output", ".output", "accumulator.grad_accum", "accumulator.sums", ".matrix")
+WRITTEN = (" output", ".output", " previous", "accumulator.grad_accum", "accumulator.sums", ".matrix")
 """The ends of the names of tensors that kernels write."""
 
 MAY_CHANGE = [

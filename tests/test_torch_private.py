@@ -34,7 +34,6 @@ from efficient_densenet._torch_private import (
     onednn_supports,
     process_group_named,
     saved_tensors_hooks_enabled,
-    top_saved_tensors_hooks,
     without_dispatch_modes,
 )
 from efficient_densenet.engine import choose
@@ -173,14 +172,6 @@ def test_name_of_function_mode():
         assert name_of_function_mode() is None
         with Mode(), torch.device("cpu"):
             assert name_of_function_mode() == "Mode"
-
-
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="PyTorch 2.6 does not tell")
-def test_top_saved_tensors_hooks():
-    assert top_saved_tensors_hooks() is None
-    pack, unpack = (lambda tensor: tensor), (lambda tensor: tensor)
-    with torch.autograd.graph.save_on_cpu(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        assert top_saved_tensors_hooks() == (pack, unpack)
 
 
 @pytest.mark.parametrize("allowed", [False, True])

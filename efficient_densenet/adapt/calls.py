@@ -58,6 +58,8 @@ class Calls(TorchFunctionMode):
         self.asks: Counter[str] = Counter()
         self.expressions = Expressions(table)
         self._names, self._ran, self._args, self._stack = names, ran, list[Any](), ExitStack()
+        # The code of function modes around is not the block's, such as of those in which trainers build a model.
+        self._around = {getattr(cls.__torch_function__, "__code__", None) for cls in classes_of_function_modes()}
 
     def __enter__(self) -> "Calls":
         for handle in (register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._exit)):
@@ -110,8 +112,6 @@ class Calls(TorchFunctionMode):
                 raise SideEffectError(f"imports {name} in its forward")
             return import_(name, variables, *args)
 
-        # Modes around are not the block's, such as those in which trainers build a model.
-        self._around = {getattr(cls.__torch_function__, "__code__", None) for cls in classes_of_function_modes()}
         if hasattr(profiler, "disable"):  # cProfile's
             profiler.disable()
         builtins.__import__ = see_import

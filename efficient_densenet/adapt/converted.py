@@ -45,8 +45,7 @@ class ConvertedBlock(VerifiedModule):
         if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):
             self._see_tracer(*args)
             return super().forward(*args, **kwargs)
-        verified = self._conversion.verified
-        is_left = verified is None or verified.reads_class_of(args[0])
+        is_left = self._conversion.verified is None or self.reads_class_of(args[0])
         plan = None if is_left else choose.plan_block(self, args[0])
         if plan is None or plan.engine is Engine.PLAIN:
             return super().forward(*args)

@@ -81,10 +81,6 @@ class Guard(NamedTuple):
     asks: str | None
     live: frozenset[tuple[int, str]] | None = None
 
-    def reads_class_of(self, x: Tensor) -> bool:
-        """Whether the functions may decide by the class of an input that is of another class than the trace's."""
-        return type(x) is not Tensor and not self.names.isdisjoint(("isinstance", "issubclass", "type", "__class__"))
-
     def of(self, module: nn.Module) -> "Guard":
         """What the functions of a module inside the block name now."""
         walk = _Walk(module, self.names)

@@ -19,7 +19,7 @@ from ..engine.network import run_sequence
 from ..engine.parts import BlockParts, LayerParts, NoPartsError
 from ..engine.refuse import normalize_alike
 from .converted import ConvertedBlock
-from .verified import KeepsSignature
+from .verified import KeepsSignature, VerifiedModule
 
 if TYPE_CHECKING:
     _SequentialMixin = nn.Sequential
@@ -33,13 +33,13 @@ class ConvertedSequence(KeepsSignature, _SequentialMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         takes_tensor = not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and may_read_converted_modules()
-        if not takes_tensor or self._reads_class_of(args[0]) or not choose.may_run_engines(self, args[0]):
+        if not takes_tensor or not choose.may_run_engines(self, args[0]):
             return super().forward(*args, **kwargs)
+        if type(args[0]) is not Tensor:
+            verified = (each for each in self.modules() if isinstance(each, VerifiedModule))
+            if any(each.reads_class_of(args[0]) for each in verified):
+                return super().forward(*args, **kwargs)
         return run_sequence(stages_of(self), args[0], is_block)[0]
-
-    def _reads_class_of(self, x: Tensor) -> bool:
-        guards = (each._conversion.verified for each in self.children() if isinstance(each, ConvertedBlock))
-        return type(x) is not Tensor and any(each is None or each.reads_class_of(x) for each in guards)
 
 
 class BlocksInARow(nn.Sequential):

@@ -23,7 +23,7 @@ from .structure import convolutions_in, is_any_norm, why_not_traced
 from .trace import describe_difference, samples, tracing
 from .verified import Verified, VerifiedModule
 
-TRIAL_SIZE = 5
+TRACED_SIZE = 5
 """Pixels a side: enough to pool, and odd, so that pooling with ceil_mode gives another size."""
 
 
@@ -41,7 +41,7 @@ class ConvertedTransition(VerifiedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = None
-        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+        if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and not self.reads_class_of(args[0]):
             output = choose.run_consumer(self, args[0])
         return super().forward(*args, **kwargs) if output is None else output
 
@@ -86,7 +86,7 @@ def _find(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> TransitionC
     if width is None or why_not_traced(module) is not None:
         return None
     try:
-        with tracing(module, samples(module, width, [TRIAL_SIZE])[0]) as run:
+        with tracing(module, samples(module, width, [TRACED_SIZE])[0]) as run:
             traces = list(run.runs_of_author(forward))
             calls = read_transition(module, run.table, traces)
             parts = consumer_parts(module, calls)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._compilers import constant_to_compilers
 from .._mixins import ModuleMixin, base_class
@@ -46,6 +46,12 @@ class VerifiedModule(KeepsSignature):
 
     _conversion: Any
     """A `Verified`."""
+
+    def reads_class_of(self, x: Tensor) -> bool:
+        """Whether the author's functions may decide by the class of x, which is another than in the trace."""
+        guard: Guard | None = self._conversion.verified
+        names = "isinstance", "issubclass", "type", "__class__"
+        return type(x) is not Tensor and guard is not None and not guard.names.isdisjoint(names)
 
     def _state_change(self) -> str | None:
         """The change of the state since the last trace, or None."""

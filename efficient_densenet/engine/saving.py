@@ -24,6 +24,11 @@ from .parts import NoPartsError, consumer_parts, parts_of
 SMALL_PART = 8
 """All bottlenecks are saved where they take at most this part of what the gradients of all weights take."""
 
+SMALL_SCRATCH = 1 << 17
+"""The bytes up to which one layer's packed weights and partial sums count as half of what a stage's weights take; its
+tiles, of at most `TILE_PIXELS` pixels, count up to half as many bytes."""
+TILE_PIXELS = 192
+
 SMALLEST_INPUT = 64
 """Channels that a layer reads: with fewer, it is faster to compute its bottleneck again than to write and read it."""
 
@@ -102,10 +107,14 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
         sides = [side // (1 + stage.pools) for side in sides]
         features, output = pixels * stage.channels, images * math.prod(sides) * stage.outputs
         held += features + pixels * stage.saved
-        # X, its gradient and two bottlenecks; half as much as the weights' gradients is for packed weights and copies.
-        shared = max(shared, held + features + output + pixels * width * 2 + stage.weights * accumulated * 3 // 2)
+        # X, its gradient, two bottlenecks, the weights' gradients; one layer's packed weight, partial sums and tiles.
+        packed = min(stage.weights // 2, max(3 * stage.largest_weight, SMALL_SCRATCH // itemsize))
+        gradients = (stage.weights + packed) * accumulated
+        tiles = min(stage.columns * min(pixels, TILE_PIXELS), SMALL_SCRATCH // 2 // itemsize)
+        shared = max(shared, held + features + output + pixels * width * 2 + gradients + tiles)
         saved += 2 * (pixels * stage.inputs + features + output)  # each convolution's input and its norm's, of plain
-        columns = pixels * stage.columns if images == 1 and itemsize == 4 else 0  # PyTorch's convolution of one image
+        # PyTorch convolves one image, and any number in float64, by im2col.
+        columns = pixels * stage.columns if itemsize == 8 or (images == 1 and itemsize == 4) else 0
         scratch_of_plain = max(scratch_of_plain, stage.largest_weight + columns)
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
             peak = held + features + output + pixels * width * 9 // 4

@@ -58,7 +58,7 @@ def _batch_norm_grad_input(
     if may_overwrite:
         _with_contiguous_rows("grad_accum", grad.grad_accum, grad.values.shape, grad.values.dtype)
     if previous is not None:
-        _tensor("previous", previous, grad.values.shape, grad.values.dtype)
+        _with_contiguous_rows("previous", previous, grad.values.shape, grad.values.dtype)
 
 
 def _affine_forward(input: AffineInput) -> None:

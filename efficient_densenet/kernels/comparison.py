@@ -224,7 +224,8 @@ OPERATIONS: dict[str, Callable[[Any, Case], Results]] = {
     "pooled_conv1x1_forward": lambda k, c: [k.pooled_conv1x1_forward(c.pooled_conv1x1)],
     "pooled_conv1x1_backward": lambda k, c: c.backward(k.pooled_conv1x1_backward, c.grad_pooled, c.pooled_conv1x1),
     "batch_norm_grad_input": lambda k, c: [
-        k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]))
+        k.batch_norm_grad_input(c.batch_norm_backward(c.values, c.grad_accum, c.values.shape[1]), previous=previous)
+        for previous in (None, c.values.new_empty(c.values.shape))
     ],
 }
 
