@@ -17,7 +17,7 @@ import run as benchmark
 import table
 import torch
 import worker
-from methods import LAYOUTS, METHODS, Setting, architecture
+from methods import LAYOUTS, Setting, architecture
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engine.recording import programs, slab
@@ -107,6 +107,7 @@ def test_counts_of_a_step_on_a_gpu(capsys):
     assert (portable[3], ratios[1][0] < 1.5, ratios[1][1] < 0.3) == ("0", True, True)
 
 
+@pytest.mark.exhaustive
 def test_a_step_on_the_meta_device_launches_what_one_that_runs_does():
     pytest.importorskip("triton", reason="needs Triton")
     setting = Setting("densenet_bc_16_4", 2, 8, "float32", "channels_last", "cuda", 1)
@@ -175,16 +176,6 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     assert done.returncode == 1
     assert done.stderr == "did not succeed: train\n"
     assert "error: n_epochs is 0" in (tmp_path / "summary.txt").read_text()
-
-
-def test_the_gpu_script_names_what_exists_and_says_what_it_needs():
-    script = (ROOT / "benchmarks" / "on_gpu.sh").read_text()
-    assert all((ROOT / path).exists() for path in re.findall(r"(?:tests/test|benchmarks/)\w+\.py", script))
-    lists = re.findall(r"(?:^graphs=|--methods )(?:\$graphs)?([\w,]+)", script, re.MULTILINE)
-    assert {name for names in lists for name in names.split(",") if name} <= METHODS.keys()
-    assert _on_gpu_sh("selftest", "--dry").returncode == 2
-    if DEVICE == "cpu":
-        assert "error: no CUDA device that" in _on_gpu_sh().stderr
 
 
 def test_every_committed_figure_is_drawn_from_its_committed_files():

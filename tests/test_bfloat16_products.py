@@ -119,6 +119,7 @@ print(function._library.get_asm_str())
 """
 
 
+@pytest.mark.exhaustive
 def test_the_instructions_are_amx():
     """The GEMM as it is compiled for a processor with AMX, whose tile registers it releases where it ends."""
     features = {"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+avx512f,+amx-tile,+amx-bf16"}
@@ -192,6 +193,7 @@ print(product.gemm.function.__name__)
 """
 
 
+@pytest.mark.exhaustive
 def test_products_are_those_of_the_target_that_numba_compiles_for(tmp_path):
     """LLVM ends the process that asks for others."""
     target = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(tmp_path)}

@@ -8,7 +8,7 @@ import pytest
 import torch
 import training
 from samples import RUN, TINY, demo, read_rows, refused, same_run
-from training.options import CHANGEABLE, PER_CALL, Options, check_option, parse
+from training.options import Options, parse
 
 
 @pytest.fixture
@@ -96,12 +96,6 @@ def test_fire_refuses_what_is_no_option_before_anything_is_done(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_is_evaluated_is_not_trained():
-    for option, value in {"resume": True, "overwrite": True, "weights": "cifar10_jpeg", "freeze": "features"}.items():
-        with pytest.raises(ValueError, match=f"found --evaluate and --{option}, but a model that is evaluated is not"):
-            parse({"evaluate": True, option: value}, "best")
-
-
 @pytest.mark.parametrize(
     ("script", "contents"),
     [
@@ -116,12 +110,6 @@ def test_every_demo_has_a_help_that_explains_every_option(script, contents, tmp_
     assert list(tmp_path.iterdir()) == []
     for option in contents[1:] if script == "cp_demo.py" else []:
         assert re.search(rf"{option}.*\n(?: +(?:Type|Default): .*\n)+ +\w.*\.\n", done.stderr + "\n"), option
-
-
-def test_every_default_is_one_that_may_be_given():
-    for field in fields(Options):
-        check_option(field.name, field.default)
-    assert {field.name for field in fields(Options)} >= CHANGEABLE > PER_CALL
 
 
 def test_the_defaults_of_digits_and_of_other_data():

@@ -13,8 +13,6 @@ from helpers import assert_close
 from samples import DIGITS, TINY, demo, demo_stopped, refused, same_run, write_folder
 from torch import Tensor
 from training import finetune
-from training.options import parse
-from training.run_directory import run_folder
 
 from efficient_densenet import DenseNet
 from efficient_densenet.weights.published import NAMES, PUBLISHED
@@ -126,20 +124,6 @@ def test_weights_by_name(place, monkeypatch):
     )
 
 
-def test_gray_images_for_a_network_of_colors(place):
-    """The only channel counts as three, in evaluating and after --resume too."""
-    done = demo("cp_demo.py", "--weights", "source", *FEW_DIGITS, "--save", "run", cwd=place)
-    assert done.returncode == 0, done.stderr
-    source, run = (_config(place / name) for name in ("source", "run"))
-    for name in ("channels", "mean", "std"):
-        assert run["model"][name] == source["model"][name]
-    error = f"test error {_test_error(done)}%"
-    assert error in demo("cp_demo.py", "--evaluate", "run", cwd=place).stdout
-    done = demo("cp_demo.py", "--save", "run", "--resume", cwd=place)
-    assert "resuming" in done.stdout, done.stderr
-    assert error in done.stdout
-
-
 def test_images_in_color_for_a_network_of_gray(place):
     words = ("--weights", str(DIGITS), *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--workers", "0")
     done = demo("cp_demo.py", *words, cwd=place)
@@ -209,9 +193,3 @@ def test_what_cannot_be_fine_tuned_is_refused_before_anything_is_written(words, 
     before = sorted(folder.rglob("*"))
     refused(demo("cp_demo.py", "--save", "run", "--device", "cpu", *words, cwd=folder), message)
     assert sorted(folder.rglob("*")) == before
-
-
-def test_the_directory_of_a_run_is_named_after_its_weights():
-    for weights, name in (("a/b", "b"), ("a/b/model.pt", "b"), ("a/theirs.pth", "theirs"), (*TRAINED, *TRAINED)):
-        options = parse({"weights": weights}, "best")
-        assert run_folder(options) == Path("checkpoints") / f"digits_from_{name}"

@@ -9,14 +9,12 @@ import communication
 import process_steps
 import pytest
 import torch
-import torch.distributed as dist
 from forks import outcomes_of_processes
 from process_steps import ENGINES, UNITS, WAYS
 from torch import nn
 
 from efficient_densenet import DenseNet
 from efficient_densenet.memory import tensor_peak
-from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 SHARDED = [
     "ours | fully_shard | convolution | checkpoint",
@@ -159,29 +157,6 @@ def test_a_process_needs_less_memory_than_with_plain_and_than_with_ddp():
         with_ddp = _peak(communication._ddp, "shared")
     assert shared < 0.5 * plain
     assert shared < with_ddp
-
-
-@pytest.mark.usefixtures("process_group_of_one")
-def test_synchronized_norms_communicate_no_more_often_than_plain_s_and_fewer_bytes(monkeypatch):
-    """A channel's statistics are reduced once, when it is written, and not once for each norm that reads it."""
-    sent: list[int] = []
-    for name, position in (("all_gather", 1), ("all_reduce", 0)):
-        function = getattr(dist, name)
-
-        def counting(*args, function=function, position=position, **kwargs):
-            sent.append(args[position].nbytes)
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(dist, name, counting)
-    counts = {}
-    for engine in ("plain", "shared"):
-        model = DenseNet(4, (4, 3), num_init_features=6, efficient=engine)
-        synchronize_norms(model, None)
-        sent.clear()
-        model(torch.randn(2, 3, 8, 8)).sum().backward()
-        counts[engine] = len(sent), sum(sent)
-    assert 0 < counts["shared"][0] <= counts["plain"][0]
-    assert 0 < counts["shared"][1] < 0.75 * counts["plain"][1]
 
 
 @pytest.mark.exhaustive

@@ -128,19 +128,19 @@ def test_a_signal_to_the_process_group_saves_with_processes_that_decode(tmp_path
     assert "error" not in errors
 
 
-@pytest.mark.parametrize(("kills", "num_epochs"), [(1, 6), pytest.param(30, 150, marks=pytest.mark.exhaustive)])
-def test_a_run_killed_many_times_ends_with_the_same_results(kills, num_epochs, tmp_path):
+@pytest.mark.exhaustive
+def test_a_run_killed_many_times_ends_with_the_same_results(tmp_path):
     """Every restart resumes what the last kill left. An epoch is a few steps, so that many kills hit a write; they come
     within the time that a run of one epoch takes here."""
     words = f"cp_demo.py {' '.join(TINY)} --data {write_cifar10(tmp_path / 'cifar')} --batch_size 45".split()
     words += ["--recipe", "one_cycle", "--device", "cpu"]
-    long = [*words, "--n_epochs", str(num_epochs), "--save"]
+    long = [*words, "--n_epochs", "150", "--save"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert forked_demo(*long, "whole", cwd=tmp_path).returncode == 0
     start = time.perf_counter()
     assert forked_demo(*words, "--n_epochs", "1", "--save", "short", cwd=tmp_path).returncode == 0
     epoch_seconds, rng, epochs = time.perf_counter() - start, random.Random(0), []
-    for _ in range(kills):
+    for _ in range(30):
         process = ForkedDemo(*long, "killed", "--resume", "auto", cwd=tmp_path)
         time.sleep(rng.uniform(0.15, 1.0) * epoch_seconds)
         process.send_signal(signal.SIGKILL)
@@ -153,19 +153,6 @@ def test_a_run_killed_many_times_ends_with_the_same_results(kills, num_epochs, t
     assert epochs == sorted(epochs)
     same_run(killed, whole)
     assert list(killed.glob(".*")) == []
-
-
-@pytest.mark.parametrize("mirror", [True, False])
-def test_images_are_flipped_as_the_option_says(mirror, tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        Trainer, "step", lambda trainer, *_: seen.append(trainer.transform.horizontal_flip) or [1.0, 0.0, 1.0]
-    )
-    write_folder(tmp_path / "own", each=5)
-    data = [] if mirror else ["--data", "own", "--workers", "0"]  # where the default is the opposite
-    done = demo("cp_demo.py", *RUN, *data, "--n_epochs", "1", "--mirror", str(mirror), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert set(seen) == {mirror}
 
 
 def test_bottlenecks_are_kept_as_the_option_says_and_a_resumed_run_may_change_it(finished, tmp_path, monkeypatch):
