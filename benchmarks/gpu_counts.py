@@ -35,7 +35,7 @@ from efficient_densenet import kernels as kernel_sets
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
 from efficient_densenet.kernels import row_tiles
-from efficient_densenet.memory.meta_functions import MetaFunctions
+from efficient_densenet.memory.meta import MetaFunctions
 from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

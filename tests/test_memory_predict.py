@@ -20,7 +20,7 @@ from efficient_densenet.engine import choose
 from efficient_densenet.memory import __main__ as command
 from efficient_densenet.memory import predict, tensor_peak, what_fits
 from efficient_densenet.memory.budget import total_memory_of_step
-from efficient_densenet.memory.optimizer_state import OPTIMIZERS
+from efficient_densenet.memory.meta import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
 from efficient_densenet.models import zoo
 

@@ -68,7 +68,7 @@ def fit_into_memory(
         plan = Planner(traced, (batch_size, *image_shape)).plan(budget)
     except ValueError as exc:
         raise MemoryError(str(exc)) from exc
-    keep(model, plan)
+    keep(model, plan.kept)
     return options, f"--memory {options.memory}: {images}; {plan}"
 
 

@@ -22,7 +22,7 @@ from ..models.arguments import THEIR_WORDS
 from ..models.zoo import VARIANTS, create_model
 from .budget import BudgetPlan, Planner, batch_that_fits, keep
 from .card import describe_card, usable, what_fits
-from .optimizer_state import OPTIMIZERS
+from .meta import OPTIMIZERS
 from .peaks import tensor_peak
 from .picture import draw, draw_card
 from .predict import predict
@@ -67,7 +67,7 @@ def _report(options: argparse.Namespace) -> None:
         print(f"smallest budget, with no bottleneck saved: {format_bytes(planner.smallest)}")
         print(f"largest batch, with no bottleneck saved: {batch_that_fits(traced, image_shape, budget):,}")
         print(f"budget: {plan}\n", flush=True)
-        keep(model, plan)
+        keep(model, plan.kept)
     estimate = predict(model, shape, **settings)
     print(estimate)
     if options.measure:
@@ -131,7 +131,7 @@ def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: 
         raise ValueError("found --measure without a GPU: add --device cpu")
     model = _build(options, device)
     if plan is not None:
-        keep(model, plan)
+        keep(model, plan.kept)
     x, dtype = torch.randn(shape, device=device), autocast_dtype(options.precision)
 
     def step() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from .._checks import check_module, integer
 from .._torch_private import memory_key
 from ..engine.choose import engine_blocks
-from .meta_copy import unwrapped
+from .meta import unwrapped
 from .sizes import at_least, format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision, Shape, dense_layers
 
@@ -94,13 +94,14 @@ def set_memory_budget(
     check_module("set_memory_budget", model)
     traced = MetaModel(model, optimizer=optimizer, precision=precision, device=device, loss=loss)
     plan = Planner(traced, input_shape).plan(size)
-    keep(model, plan)
+    keep(model, plan.kept)
     return plan
 
 
-def keep(model: nn.Module, plan: BudgetPlan) -> None:
-    """Let the blocks of `model` save the bottlenecks of a plan."""
-    _keep(unwrapped(model), plan.kept)
+def keep(model: nn.Module, kept: dict[str, tuple[int, ...]]) -> None:
+    """Let the blocks of `model` save the bottlenecks of the layers at these positions, and no others."""
+    for name, block in engine_blocks(unwrapped(model)):
+        block.keep_bottlenecks(kept.get(name, ()))
 
 
 def _positions(layers: Sequence[Recomputed]) -> dict[str, tuple[int, ...]]:
@@ -109,11 +110,6 @@ def _positions(layers: Sequence[Recomputed]) -> dict[str, tuple[int, ...]]:
     for each in layers:
         kept[each.block] = tuple(sorted((*kept.get(each.block, ()), each.position)))
     return kept
-
-
-def _keep(model: nn.Module, kept: dict[str, tuple[int, ...]]) -> None:
-    for name, block in engine_blocks(model):
-        block.keep_bottlenecks(kept.get(name, ()))
 
 
 def largest_batch(
@@ -151,7 +147,7 @@ class Planner:
 
     def __init__(self, traced: MetaModel, input_shape: Shape) -> None:
         self.traced, self.input_shape = traced, tuple(input_shape)
-        _keep(traced.model, {})
+        keep(traced.model, {})
         self.step = traced.training_step(input_shape)
         self.smallest = traced.total(input_shape, self.step.tensor_peak)
         """The least budget with which a step is possible."""
@@ -163,14 +159,14 @@ class Planner:
             raise ValueError(self._what_would_fit(budget))
         fits, total, too_many, count = 0, self.smallest, len(self.layers) + 1, len(self.layers)
         while too_many - fits > 1:
-            _keep(self.traced.model, _positions(self.layers[:count]))
+            keep(self.traced.model, _positions(self.layers[:count]))
             needed = total_memory_of_step(self.traced, self.input_shape)
             if needed <= budget:
                 fits, total = count, needed
             else:
                 too_many = count
             count = (fits + too_many) // 2
-        _keep(self.traced.model, {})
+        keep(self.traced.model, {})
         recomputed = sum(each.work for each in self.layers[fits:])
         return BudgetPlan(budget, total, _positions(self.layers[:fits]), len(self.layers), recomputed)
 

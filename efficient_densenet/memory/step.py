@@ -17,9 +17,7 @@ from .._tensors import meta_stands_for
 from .._torch_private import backward_inside_function_modes
 from ..engine.choose import Engine, describe, engine_blocks, no_warnings
 from ..engine.parts import LayerParts, NoPartsError, parts_of
-from .meta_copy import copy_to_meta, unwrapped
-from .meta_functions import MetaFunctions
-from .optimizer_state import OptimizerLike, optimizer_state
+from .meta import MetaFunctions, OptimizerLike, copy_to_meta, optimizer_state, unwrapped
 from .trace import MemoryMode, MemoryTrace, tensors_of
 
 logger = logging.getLogger(__name__)
