@@ -281,18 +281,6 @@ def test_frozen_parameters_and_a_saved_bottleneck():
     assert_same_training(model, plain, image_batch("timm_efficient"))
 
 
-def test_slices_and_single_modules_of_a_converted_sequence():
-    model = build("timm_deep")
-    plain, x = plain_reference("timm_deep", model), image_batch("timm_deep")
-    make_efficient(model)
-    middle = torch.randn(3, 2 * GROWTH, 8, 9, dtype=torch.double)
-    assert_same_training(model.features[7:10], plain.features[7:10], middle)
-    expected = x
-    for ours, reference in zip(model.features, plain.features, strict=True):
-        x, expected = ours(x), reference(expected)
-    assert_close(x.detach(), expected.detach())
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 def test_scripting_raises_and_names_the_remedy():

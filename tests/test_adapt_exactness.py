@@ -6,7 +6,6 @@ generators of random numbers, over several steps of training, in evaluation, and
 
 import copy
 import functools
-import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -187,52 +186,12 @@ def test_what_was_put_in_after_conversion_runs_plain_once(layer, change):
     assert_same_steps(block, plain)
 
 
-class HasARate(LayerHalves):
-    """A layer whose subclasses say in `dropped` what a rate of dropout does."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, drop_rate=0.2)
-        self.drop_path_rate = 0.2
-
-    def forward(self, *features: Tensor) -> Tensor:
-        return self.dropped(self.conv2(self.relu2(self.norm2(self.first_half(*features)))))
-
-
 def test_norms_keep_their_class_where_nothing_recomputes_them():
     model = build("torchvision")
     norms = [module for module in model.modules() if type(module) is nn.BatchNorm2d]
     make_efficient(model)
     model(image_batch("torchvision")).sum().backward()
     assert all(type(norm) is nn.BatchNorm2d for norm in norms)
-
-
-class DropsByItsOwnFlag(Layer):
-    """Asks its own training mode, where the parts of the layer know that of the dropout or the norm."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.drop = nn.Dropout(0.3)
-
-    def odd(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.drop.p, self.training)
-
-
-DropsByTheFlagOfANorm = layer_with(HasARate, dropped=lambda self, y: F.dropout(y, self.drop_rate, self.norm1.training))
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("layer", [DropsByItsOwnFlag, DropsByTheFlagOfANorm])
-def test_modules_of_a_layer_may_be_in_different_modes(layer):
-    block, plain, engine = converted(layer)
-    assert engine == "checkpoint"
-    for kind, training in itertools.product((nn.Dropout, nn.BatchNorm2d), (True, False)):
-        outputs = []
-        for each in (block, plain):
-            for module in each.modules():
-                module.training = training != isinstance(module, kind)
-            seed()
-            outputs.append(each(x_of()))
-        assert_close(*outputs)
 
 
 class _OddTransition(nn.Sequential):
@@ -349,39 +308,3 @@ def test_a_replaced_convolution_is_called(patch, monkeypatch):
     for each in (block, plain):
         patch(each, monkeypatch)
     assert_same_steps(block, plain)
-
-
-class Depth:
-    """An object of the author's: drops everything at random, and counts its calls."""
-
-    def __init__(self) -> None:
-        self.rate, self.calls = 0.0, 0
-
-    def drop(self, x: Tensor) -> Tensor:
-        return x * 0 if self.rate and random.random() < self.rate else x
-
-    def count(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("method", ["drop", "count"])
-def test_an_object_that_a_layer_calls_does_what_it_does_in_plain(method):
-    """Its random numbers and counters are no layer's to recompute, also where they begin after the conversion."""
-
-    class CallsAnObject(TakesFeatures):
-        def forward(self, *features: Tensor) -> Tensor:
-            return super().forward(*(getattr(self.depth, method)(each) for each in features))
-
-    torch.manual_seed(3)
-    block = features_block(CallsAnObject)
-    for layer in block.children():
-        layer.depth = Depth()
-    plain = copy.deepcopy(block)
-    convert_and_report(block)
-    for each in (block, plain):
-        for layer in each.children():
-            layer.depth.rate, layer.depth.calls = 0.5, 0
-    assert_same_steps(block, plain)
-    assert [layer.depth.calls for layer in block.children()] == [layer.depth.calls for layer in plain.children()]

@@ -181,7 +181,7 @@ def changed(source: Source, block: nn.Module, change: Callable, name: str) -> nn
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "number", [pytest.param(i, marks=[] if i < 56 else pytest.mark.exhaustive) for i in range(400)]
+    "number", [pytest.param(i, marks=[] if i < 16 else pytest.mark.exhaustive) for i in range(400)]
 )
 def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_computes(number):
     source, plain = made(number)
@@ -206,7 +206,7 @@ def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_compu
 
 
 def test_most_generated_layers_run_by_the_shared_engine():
-    reports = [convert_and_report(made(number)[1]) for number in range(40)]
+    reports = [convert_and_report(made(number)[1]) for number in range(12)]
     engines = [change.engine.partition(" ")[0] for report in reports for change in report.changed]
-    assert engines.count("shared") > 35
+    assert engines.count("shared") > 10
     assert "plain" not in engines

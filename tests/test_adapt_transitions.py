@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grids import grid
-from helpers import assert_close, convert_and_report
+from helpers import assert_close, convert_and_report, nodes_of
 from third_party_models import (
     GROWTH,
     START,
@@ -14,7 +14,6 @@ from third_party_models import (
     assert_same_training,
     build,
     features_block,
-    names_of_nodes,
 )
 from torch import Tensor, nn
 
@@ -80,7 +79,7 @@ def test_a_transition_called_by_the_author_s_forward_is_a_stage_of_its_own(trans
     model.skips = skips
     plain, classes = copy.deepcopy(model), list(map(type, model.modules()))
     assert convert_and_report(model).transitions == ["trans1", "trans2"]
-    assert not {name for name in names_of_nodes(model(_images())) if "BatchNorm" in name}
+    assert not {name for name in nodes_of(model(_images())) if "BatchNorm" in name}
     model.load_state_dict(plain.state_dict())
     assert_same_training(model, plain, _images())
     restore(model)

@@ -53,17 +53,6 @@ def test_a_block_altered_after_conversion():
     assert list(map(type, model.modules())) == list(map(type, plain.modules()))
 
 
-def test_nothing_to_convert():
-    resnet = pytest.importorskip("torchvision.models.resnet")
-    model = resnet.ResNet(resnet.BasicBlock, [2, 1, 1, 1], 3)
-    classes = list(map(type, model.modules()))
-    report = convert_and_report(model)
-    assert not report
-    assert str(report) == "nothing to convert: found no dense block"
-    assert list(map(type, model.modules())) == classes
-    assert restore(model) is model
-
-
 class _AlmostDense(nn.Module):
     """A block whose layers are those of a dense block, and whose forward differs from a dense block's."""
 
