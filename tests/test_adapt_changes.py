@@ -710,11 +710,11 @@ def test_a_second_call_verifies_what_has_changed_and_an_engine_by_name_raises():
     with pytest.raises(RuntimeError, match=r"engine 'shared' cannot run here.*scale of a Neutral was 1.0 and is 0.5"):
         block(x_of())
     (changed,) = convert_and_report(block).changed
-    assert changed.engine.startswith("checkpoint (found the operation mul, where")
+    assert changed.engine.startswith("checkpoint (found the output of mul, where")
     assert_same_training(block, plain, block_batch())
     for each in (block, plain):
         each.denselayer2.scale, each.denselayer2.factor = 1.0, torch.ones((), dtype=torch.double)
-    assert convert_and_report(block).changed[0].engine.startswith("checkpoint (found the operation mul inside layer 2")
+    assert convert_and_report(block).changed[0].engine.startswith("checkpoint (found the output of mul inside layer 2")
     for each in (block, plain):
         each.denselayer2.factor.fill_(0.5)
     assert_same_training(block, plain, block_batch())

@@ -14,16 +14,13 @@ from efficient_densenet import conversion_report, densenet121, make_efficient, r
 from efficient_densenet.checkpoint import checkpoint_wrapper
 
 
-def test_a_residual_dense_block_is_reported_with_the_snippet_that_recomputes_it():
+def test_a_residual_dense_block_is_reported_with_the_reason():
     model = nn.Sequential(nn.Conv2d(3, START, 1), ResidualDense())
     report = convert_and_report(model, "shared")
     assert list(report.unchanged) == ["1"]
     assert report.unchanged["1"].startswith(
-        "found the operation sum, where a dense layer has norm, activation and convolution"
+        "found the output of add, where a dense layer has norm, activation and convolution"
     )
-    assert str(report).endswith("checkpoint_wrapper(model.get_submodule('1'))")
-    exec(str(report).splitlines()[-1].strip(), {"checkpoint_wrapper": checkpoint_wrapper, "model": model})
-    model(torch.randn(2, 3, 4, 4)).sum().backward()
 
 
 def test_a_sequence_is_said_to_join_only_where_it_is_called_itself():
@@ -183,7 +180,7 @@ def test_a_conversion_is_logged_in_a_line_and_its_report_is_kept_until_restore(c
     assert make_efficient(model, "shared") is model
     (line,) = (record.getMessage() for record in caplog.records if "make_efficient" in record.getMessage())
     assert line.startswith(
-        "make_efficient: 2 of 3 dense blocks run by shared, 1 is left as it is: found the operation "
+        "make_efficient: 2 of 3 dense blocks run by shared, 1 is left as it is: found the output of "
     )
     report = conversion_report(model)
     assert [change.name for change in report.changed] == ["0", "1"]

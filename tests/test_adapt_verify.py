@@ -83,9 +83,9 @@ class _AlmostDense(nn.Module):
 
 
 REASONS = {
-    "scaled": r"found the operation mul, where a dense layer has norm, activation and convolution",
+    "scaled": r"found the output of mul, where a dense layer has norm, activation and convolution",
     "detached": "found that by the parts of its layers it has other gradients in evaluation mode",
-    "stochastic depth": r"found the operation mul, where a dense layer has",
+    "stochastic depth": r"found the output of mul, where a dense layer has",
     "two outputs": "found that it returns a tuple, where a dense block returns a tensor",
     "without the first output": r"found a Conv2d \(layer0.conv2\) inside layer 1, where a dense layer has",
     "fails": r"could not be tried: our trace calls it with one tensor of 6 channels .* raises RuntimeError: no\)$",

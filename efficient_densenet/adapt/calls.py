@@ -126,12 +126,16 @@ class Calls(TorchFunctionMode):
             profiler.enable() if hasattr(profiler, "enable") else sys.setprofile(profiler)
 
     def _see(self, frame: FrameType, event: str, called: Any) -> None:
-        ran, code = cast(dict, self._ran), frame.f_code
-        if code in self._around:
-            return
-        if event == "call" and id(code) not in ran and is_of_authors(frame.f_globals.get("__name__")):
-            ran |= {} if _is_importing(frame) else {id(code): code}
-        elif event == "c_call" and called is print and is_of_authors(frame.f_globals.get("__name__")):
+        if event == "call" and is_of_authors(frame.f_globals.get("__name__")):
+            ran, code = cast(dict, self._ran), frame.f_code
+            if id(code) not in ran and code not in self._around and not _is_importing(frame):
+                ran[id(code)] = code
+        elif (
+            event == "c_call"
+            and called is print
+            and is_of_authors(frame.f_globals.get("__name__"))
+            and frame.f_code not in self._around
+        ):
             raise SideEffectError("prints, which a recomputation would do again")
 
 

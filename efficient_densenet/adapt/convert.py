@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from contextlib import suppress
 from itertools import pairwise
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
 from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
-from .converted import ConvertedBlock, convert_block, convert_whole, restore_block
+from .converted import ConvertedBlock, convert_block, restore_block
 from .errors import NotRunError, SideEffectError, VerificationError
 from .recipes import WHOLE, Recipe
 from .report import Changed, Report, saved_by_shared_engine
@@ -134,31 +135,16 @@ def _convert_tree(
         return any(converted)
     for key, child in children.items():
         if layers_in(child) == layers_in(module):
-            report.forget(key)  # a container of this block's layers
-    if _convert_whole(module, engine, reason):
-        report.changed.append(_changed(name, module, engine))
-        return True
-    report.unchanged[name] = str(reason)
-    if has_forward(module) and not isinstance(reason, SideEffectError):
-        report.recomputable.append(name)
-    return False
-
-
-def _convert_whole(module: nn.Module, engine: Engine | None, reason: Exception) -> bool:
-    """Let `engine` recompute `module`, which is not converted otherwise for `reason`, as a whole; return whether it
-    does."""
+            report.unchanged.pop(key, None)  # a container of this block's layers
     cannot_run = isinstance(reason, (NotRunError, SideEffectError)) or not has_forward(module)
-    if cannot_run or count_layers(module) < 2 or engine in (Engine.PLAIN, Engine.SHARED):
-        return False
-    try:
-        convert_whole(module, engine, _as_found(reason))
-    except (NoPartsError, VerificationError):
-        return False
-    return True
-
-
-def _as_found(reason: Exception) -> str:
-    return str(reason) if str(reason).startswith("found") else f"found that it {reason}"
+    if not (cannot_run or count_layers(module) < 2 or engine in (Engine.PLAIN, Engine.SHARED)):
+        found = str(reason) if str(reason).startswith("found") else f"found that it {reason}"
+        with suppress(NoPartsError, VerificationError):
+            convert_block(module, engine, found)
+            report.changed.append(_changed(name, module, engine))
+            return True
+    report.unchanged[name] = str(reason)
+    return False
 
 
 def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Exception | None:

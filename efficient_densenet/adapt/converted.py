@@ -1,6 +1,6 @@
 """Converted dense blocks: a mixin for the classes of other libraries' modules."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,6 @@ from .layers import run_layers, skips_a_hook, unshared
 from .read import Parts, block_parts, submodule
 from .recipes import WHOLE, Recipe, run_recipe, unchanged
 from .structure import looks_dense, may_be_called, why_not_traced
-from .trace import Sample
 from .verified import VerifiedModule
 
 
@@ -150,7 +149,7 @@ class ConvertedBlock(VerifiedModule):
         if not isinstance(conversion.pattern, Parts) or conversion.whole_layers is not None or not may_be_called(self):
             return
         with suppress(NoPartsError, VerificationError):
-            found = find(self, super().forward, [Recipe], tried=[cast(Sample, conversion.sample)])
+            found = find(self, super().forward, [Recipe])
             self._conversion = replace(conversion, whole_layers=cast(Recipe, found.pattern), saved=found.saved)
 
     def _see_tracer(self, *args: Any) -> None:
@@ -187,24 +186,19 @@ def _run_by_layers(
     return None if skips_a_hook(parts) else partial(run_layers, parts)
 
 
-def convert_block(block: nn.Module, engine: Engine | None) -> None:
-    """Let `engine` run `block`, and put its batch norms under the exactly-once rule, in place.
+def convert_block(block: nn.Module, engine: Engine | None, why_whole: str | None = None) -> None:
+    """Let `engine` run `block`, in place: as a whole if there is a reason why it is not converted otherwise.
 
     If `block` is not a dense block, raise `NoPartsError` or `VerificationError` and leave it unchanged.
     """
-    kinds = (Parts, Recipe) if looks_dense(block) else (Parts, Recipe, WHOLE)  # a layer that concatenates
-    _convert(block, engine, lambda: find(block, block.forward, kinds if may_be_called(block) else (Parts,)))
-
-
-def convert_whole(block: nn.Module, engine: Engine | None, reason: str) -> None:
-    """Let `engine` recompute `block` as a whole, which is not converted otherwise for `reason`. If that would compute
-    something else, raise `VerificationError`."""
+    if why_whole is not None:
+        kinds: Sequence[type | Recipe] = (WHOLE,)
+    else:
+        kinds = (Parts, Recipe) if looks_dense(block) else (Parts, Recipe, WHOLE)  # a layer that concatenates
     if not may_be_called(block):
-        raise NoPartsError(reason)
-    _convert(block, engine, lambda: find(block, block.forward, (WHOLE,), reason))
-
-
-def _convert(block: nn.Module, engine: Engine | None, find_it: Callable[[], Conversion]) -> None:
+        kinds = [each for each in kinds if each is Parts]
+    if not kinds:
+        raise NoPartsError(why_whole)
     clash = next((name for name in _NAMES_OF_CONVERTED_BLOCKS if hasattr(block, name)), None)
     if clash is not None:
         raise NoPartsError(f"found {clash} in a {type(block).__name__}, a name that converted blocks need themselves")
@@ -212,10 +206,9 @@ def _convert(block: nn.Module, engine: Engine | None, find_it: Callable[[], Conv
     if reason is not None:
         raise NoPartsError(reason)
     exactly_once = tuple(name for name, module in block.named_modules() if isinstance(module, UpdatesOnce))
-    conversion = find_it()
+    conversion = find(block, block.forward, kinds, why_whole)
     add_mixin(block, ConvertedBlock)
-    conversion = replace(conversion, engine=engine, exactly_once_norms=exactly_once)
-    cast(ConvertedBlock, block)._conversion = conversion
+    cast(ConvertedBlock, block)._conversion = replace(conversion, engine=engine, exactly_once_norms=exactly_once)
 
 
 def restore_block(block: ConvertedBlock) -> None:

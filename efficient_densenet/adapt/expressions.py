@@ -160,10 +160,9 @@ class Expressions(TorchDispatchMode):
     def of(self, value: Any) -> Any:
         """The expression of a tensor, and the text of another value, which tells 1, 1.0 and True apart; both inside
         lists and tuples too."""
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, *map(self.of, value)
         if not isinstance(value, Tensor):
-            return f"{type(value).__name__} {value!r}"
+            is_several = isinstance(value, (list, tuple))
+            return (type(value).__name__, *map(self.of, value)) if is_several else f"{type(value).__name__} {value!r}"
         if not value.numel():  # all such tensors are in one place
             return self.table.number("nothing", (str(value.dtype),), value.shape)
         place = place_of(value)
@@ -330,7 +329,7 @@ def _start(start: int, size: int) -> int:
 
 def place_of(tensor: Tensor) -> tuple:
     """Where a tensor is in memory."""
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 _WITHOUT_ARITHMETIC = {

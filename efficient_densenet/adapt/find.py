@@ -24,7 +24,7 @@ from .layers import run_layers
 from .read import Parts, block_parts, check_output, read_parts
 from .recipes import WHOLE, Recipe, read_recipe, run_recipe
 from .structure import channels_read, looks_dense
-from .trace import Sample, Trace, Tracer, describe_difference, samples, tracing
+from .trace import Trace, Tracer, describe_difference, samples, tracing
 from .verified import Verified
 
 
@@ -37,7 +37,6 @@ class Conversion(Verified):
         exactly_once_norms: the names of norms that were under the exactly-once rule before; None for all of them.
         pattern: how the block's forward uses its layers; None if a trace did not find out.
         whole_layers: how to call whole layers where the parts describe them too, if engines that recompute should.
-        sample: the input of the trace, if there was one.
         saved: the values per pixel that the author's forward, and recomputed whole layers, save for backward.
         reason: why the parts of the layers do not describe the block, or None if they do.
         recomputes: whether the author's forward checkpoints by itself, and so would update its norms twice.
@@ -48,7 +47,6 @@ class Conversion(Verified):
     exactly_once_norms: tuple[str, ...] | None = None
     pattern: Parts | Recipe | None = None
     whole_layers: Recipe | None = None
-    sample: Sample | None = None
     saved: tuple[int, int] = (0, 0)
     reason: str | None = None
     recomputes: bool = False
@@ -60,11 +58,9 @@ def find(
     forward: Callable[[Tensor], Tensor],
     kinds: Sequence[type | Recipe] = (Parts, Recipe),
     reason: str | None = None,
-    tried: Sequence[Sample] = (),
 ) -> Conversion:
     """How `forward`, the author's, uses the layers of `block`: the first of `kinds` that computes the same expressions.
-    `reason` is why not by the parts of layers. The trace's input is the first of `tried`, by default of all samples
-    that fit the modules, on which `forward` runs.
+    `reason` is why not by the parts of layers.
 
     Norms are under the exactly-once rule in the trace, so that a library's checkpointing, which updates them twice,
     does not count as a difference.
@@ -76,7 +72,7 @@ def find(
     first_failure = None
     try:
         update_norms_once(block)
-        for sample in tried or samples(block, channels_read(block)):
+        for sample in samples(block, channels_read(block)):
             with tracing(block, sample) as run:
                 try:
                     traces = list(run.runs_of_author(forward))
@@ -91,7 +87,7 @@ def find(
                 pattern, saved = cast(Parts | Recipe, found.pattern), run.saved_values_per_pixel(forward)
                 recomputed = partial(run_pattern, block, forward, pattern, True)
                 kept = run.saved_values_per_pixel(recomputed) if isinstance(pattern, Recipe) else 0
-            return replace(found, sample=sample, saved=(saved, kept), verified=_guard(block, run, pattern))
+            return replace(found, saved=(saved, kept), verified=_guard(block, run, pattern))
         raise cast(NotRunError, first_failure)
     finally:
         restore_norms(block, before)
@@ -126,11 +122,11 @@ def _match(
     reason: str | None,
 ) -> Conversion:
     """The pattern by which an engine computes the same expressions; and why not by the parts of layers, if so."""
-    guard, difference = guard_of(block, run.ran.values()), None
+    difference = None
     for kind in kinds:
         try:
-            if kind is Parts and guard.asks is not None:
-                raise NoPartsError(f"found that it {guard.asks}")
+            if kind is Parts and run.guard.asks is not None:
+                raise NoPartsError(f"found that it {run.guard.asks}")
             if isinstance(kind, Recipe):
                 pattern: Parts | Recipe = kind
                 check_output(traces[0].output) if not looks_dense(block) else None

@@ -75,7 +75,7 @@ class Guard(NamedTuple):
     """
 
     names: frozenset[str]
-    modules: tuple[tuple[str, tuple[tuple[str, Any], ...], str], ...]
+    modules: tuple[tuple[str, tuple[tuple[str, Any], ...], int], ...]
     outside: tuple[tuple[str, Any], ...]
     unknown: str | None
     asks: str | None
@@ -208,6 +208,7 @@ class _Walk:
 
     def __init__(self, block: nn.Module, names: frozenset[str], holds: bool = False) -> None:
         self.names, self._reads_any = names, not names.isdisjoint(_READ_ANY)
+        self._attributes = names - OF_EVERY_MODULE
         self._reads_training, self._flags = "training" in names, dict[str, bool]()
         self.modules: list[tuple[Any, ...]] = []
         self.outside: list[tuple[str, Any]] = []
@@ -217,10 +218,10 @@ class _Walk:
         self.unknown: str | None = None
         self.asks: str | None = None
         self._pending: list[Any] = []  # classes, modules of Python and functions, each once
-        self._seen: dict[int, tuple[str, Any]] = {}  # kept, so that no other object gets the identity of one
+        self._seen: dict[int, tuple[int | str, Any]] = {}  # kept, so that no other object gets the identity of one
         modules = list(_modules(block))
         for i, module in enumerate(modules):
-            self._seen.setdefault(id(module), (f"module {i}", module))
+            self._seen.setdefault(id(module), (i, module))
         try:
             for module in modules:
                 self._see_module(module)
@@ -252,13 +253,13 @@ class _Walk:
         if kind.is_dropout:
             values += [("p", DropRate(held["p"])), ("inplace", held["inplace"])]
         elif kind.of_torch:
-            values.append(("tensors", TensorNames((*parameters, *module._buffers))))
+            values.append(("tensors", _tensor_names(*parameters, *module._buffers)))
         if module._modules:
             values.append(("modules", tuple(module._modules)))
         if self._reads_training:
             training = self._flags.setdefault(kind.group, module.training)
             values.append(("training, beside the others',", module.training is training))
-        if self._reads_any or not self.names.isdisjoint(held):
+        if self._reads_any or not self._attributes.isdisjoint(held):
             for name in self._named(held.keys()):
                 if not (
                     name in OF_EVERY_MODULE or name in parameters or (kind.is_dropout and name in ("p", "inplace"))
@@ -268,7 +269,8 @@ class _Walk:
             if tensors and not (kind.of_torch and self.names.isdisjoint(tensors)):
                 named = self._named(tensors.keys())
                 values += [(each, "no tensor" if tensors[each] is None else "a tensor") for each in named]
-        self._pend(*kind.authors)
+        if kind.authors:
+            self._pend(*kind.authors)
         self.modules.append((kind.name, tuple(values), self._seen[id(module)][0]))
 
     def _attribute(self, what: str, name: str, value: Any) -> Any:
@@ -400,6 +402,7 @@ def _authors_of(value: Any) -> tuple[type, ...]:
     return _authors(value) if isinstance(value, type) else ()
 
 
+@cache
 def is_of_authors(name: str | None) -> bool:
     """Whether a module of this name is an author's; notebooks and code generators may give none."""
     of_libraries = f"{name}.".startswith((*LIBRARIES, "namedtuple_"))
@@ -437,6 +440,11 @@ def settings_of(block: nn.Module) -> set[str]:
 def positions(block: nn.Module) -> dict[nn.Module, int]:
     """The numbers of a block's modules in a guard."""
     return {each: i for i, each in reversed(list(enumerate(_modules(block))))}
+
+
+@cache
+def _tensor_names(*names: str) -> TensorNames:
+    return TensorNames(names)
 
 
 def _name_of(value: Any) -> str:

@@ -192,7 +192,7 @@ class _Reader:
         modules += [each for (_, output), names in self._activations.items() if output == e for each in names]
         if modules:
             return f"a {type(self._module.get_submodule(modules[0])).__name__} ({modules[0]})"
-        return "its input" if name == "leaf" else f"the operation {name}"
+        return "its input" if name == "leaf" else f"the output of {'add' if name == 'sum' else name}"
 
     def _activation(self, e: Expression, conv: str) -> tuple[str | ActivationSpec, Expression]:
         """The activation that computes what a convolution reads, and what the activation reads."""

@@ -1,6 +1,6 @@
 """The report of a conversion."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ..engine.parts import BlockParts
@@ -49,14 +49,12 @@ class Report:
             author's forward calls the sequence rather than the modules in it.
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
-        recomputable: the names in `unchanged` of modules that `checkpoint_wrapper` can recompute as a whole.
     """
 
     changed: list[Changed] = field(default_factory=list)
     joined: list[str] = field(default_factory=list)
     transitions: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
-    recomputable: list[str] = field(default_factory=list)
 
     def merge(self, names: Sequence[str], change: Changed) -> None:
         """Replace the entries of the blocks called `names` by `change`."""
@@ -65,11 +63,6 @@ class Report:
             kept_before = sum(each.kept_before for each in self.changed if each.name in names)
             self.changed[first] = replace(change, kept_before=kept_before)
             self.changed = [each for each in self.changed if each.name not in names]
-
-    def forget(self, *names: str) -> None:
-        """Remove the entries of modules that were not changed."""
-        self.unchanged = {name: reason for name, reason in self.unchanged.items() if name not in names}
-        self.recomputable = [name for name in self.recomputable if name not in names]
 
     def __bool__(self) -> bool:
         return bool(self.changed)
@@ -96,7 +89,12 @@ class Report:
         if not (self.changed or self.unchanged):
             return "nothing to convert: found no dense block"
         lines = [f"{_count(self.changed, 'dense block')} changed" if self.changed else "nothing was changed"]
-        lines += [f"  {text}" for text in self._changes()]
+        seen = set[str]()
+        for change in self.changed:  # each reason once
+            name, has_reason, _ = change.engine.partition(" (")
+            again = has_reason and change.engine in seen
+            lines.append(f"  {replace(change, engine=f'{name} (for the same reason)') if again else change}")
+            seen.add(change.engine)
         lines += [
             f"  {name or 'the model'}: where it is called itself, blocks run together with the module after them"
             for name in self.joined
@@ -108,28 +106,10 @@ class Report:
             lines.append("not changed")
             for reason in dict.fromkeys(self.unchanged.values()):
                 names = [name or "the model" for name, other in self.unchanged.items() if other == reason]
-                lines.append(f"  {_listed(names)}: {reason}")
-        if self.recomputable:
-            lines += ["to recompute such a block as a whole (efficient_densenet.checkpoint)", f"  {self._snippet()}"]
+                others = [f"{len(names) - 3} more"] if len(names) > 4 else []
+                listed = ", ".join(names[:3] if others else names)
+                lines.append(f"  {' and '.join([listed, *others])}: {reason}")
         return "\n".join(lines)
-
-    def _changes(self) -> Iterator[str]:
-        """The entries of `changed`, each reason once."""
-        seen = set[str]()
-        for change in self.changed:
-            name, has_reason, _ = change.engine.partition(" (")
-            again = has_reason and change.engine in seen
-            yield str(replace(change, engine=f"{name} (for the same reason)") if again else change)
-            seen.add(change.engine)
-
-    def _snippet(self) -> str:
-        name = self.recomputable[0]
-        return f"checkpoint_wrapper(model.get_submodule({name!r}))" if name else "checkpoint_wrapper(model)"
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Some names, such as "blocks.0.layer1, blocks.0.layer2, … and 25 more"."""
-    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
 
 
 def _count(items: Sequence[object], noun: str) -> str:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -49,10 +49,11 @@ def why_not_traced(block: nn.Module) -> str | None:
     """Why the forward of `block` cannot be traced, or None."""
     if "forward" in block.__dict__ or isinstance(block, torch.jit.ScriptModule):
         return "found a forward that is compiled or was set on the instance"
-    lazy = (
-        each for each in block.modules() if any(map(_is_lazy, (*each._parameters.values(), *each._buffers.values())))
-    )
-    return next((f"found a {type(each).__name__} that has not seen data yet" for each in lazy), None)
+    for each in block.modules():
+        tensors = *each._parameters.values(), *each._buffers.values()
+        if any(isinstance(tensor, (UninitializedParameter, UninitializedBuffer)) for tensor in tensors):
+            return f"found a {type(each).__name__} that has not seen data yet"
+    return None
 
 
 def layers_in(block: nn.Module) -> list[nn.Module]:
@@ -100,7 +101,16 @@ def looks_dense(block: nn.Module) -> bool:
     """
     if "denseblock" in type(block).__name__.lower().replace("_", "") or block_reader(block) is not None:
         return True
-    return _look_dense(list(map(_widths, layers_in(block))))
+    all_widths = list(map(_widths, layers_in(block)))
+    widths = list(filter(None, all_widths))
+    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # a child may be no layer
+        return False
+    steps = {after[0] - layer[0] for layer, after in pairwise(widths)}
+    return (
+        _grow_densely(widths)
+        or (len(widths) > 3 and _grow_densely(widths[:-1]))  # the last may be another
+        or (len(widths) > 2 and len(steps) == 1 and min(steps) > 0)
+    )
 
 
 def convolutions_in(module: nn.Module) -> list[Any]:
@@ -112,18 +122,6 @@ def convolutions_in(module: nn.Module) -> list[Any]:
 def _is_custom_convolution(module: nn.Module) -> bool:
     has_channels = all(isinstance(vars(module).get(name), int) for name in ("in_channels", "out_channels"))
     return has_channels and bool(module._parameters) and not module._modules
-
-
-def _look_dense(all_widths: Sequence[tuple[int, ...]]) -> bool:
-    widths = list(filter(None, all_widths))
-    if len(widths) < (2 if len(widths) == len(all_widths) else 3):  # a child may be no layer
-        return False
-    steps = {after[0] - layer[0] for layer, after in pairwise(widths)}
-    return (
-        _grow_densely(widths)
-        or (len(widths) > 3 and _grow_densely(widths[:-1]))  # the last may be another
-        or (len(widths) > 2 and len(steps) == 1 and min(steps) > 0)
-    )
 
 
 def _grow_densely(widths: Sequence[tuple[int, ...]]) -> bool:
@@ -147,10 +145,6 @@ def _widths(layer: nn.Module) -> tuple[int, ...]:
 def is_any_norm(module: nn.Module) -> bool:
     """Whether `module` is a norm of any kind; the engines decide later which kinds they can run."""
     return isinstance(module, (_NormBase, nn.GroupNorm, nn.LayerNorm)) or "Norm" in type(module).__name__
-
-
-def _is_lazy(tensor: Tensor | None) -> bool:
-    return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from ..norms.sync_batch_norm import local_statistics
 from .calls import AsksOfInput, Call, Calls
 from .errors import NotRunError, SideEffectError, VerificationError
 from .expressions import Expression, Table, place_of
-from .guard import class_as_written, guard_of, held_by, is_drop_rate, is_of_a_library, put_back
+from .guard import Guard, class_as_written, guard_of, held_by, is_drop_rate, is_of_a_library, put_back
 from .structure import dimensions, first_conv
 
 Forward = Callable[[Tensor], Any]
@@ -132,13 +132,24 @@ class Tracer:
     def __init__(self, module: nn.Module, sample: Sample) -> None:
         self.module, self.sample, self.table = module, sample, Table()
         self.ran: dict[int, CodeType] = {}
+        self._named, self._dims = list[tuple[str, nn.Module]](), dimensions(module)
+        self._zeros: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._guard: tuple[frozenset[int], Guard] | None = None
 
     def runs_of_author(self, forward: Forward) -> Iterator[Trace]:
         """The author's forward in each mode; `SideEffectError` if it does what a recomputation would do again."""
         yield from (self.run(forward, mode, is_authors=True) for mode in MODES)
-        unknown = guard_of(self.module, self.ran.values()).unknown
-        if unknown is not None:
-            raise SideEffectError(f"found that it {unknown}")
+        self._guard = None  # once more, after all runs
+        if self.guard.unknown is not None:
+            raise SideEffectError(f"found that it {self.guard.unknown}")
+
+    @property
+    def guard(self) -> Guard:
+        """What the author's functions name, with those that have run."""
+        ran = frozenset(self.ran)
+        if self._guard is None or self._guard[0] != ran:
+            self._guard = ran, guard_of(self.module, self.ran.values())
+        return self._guard[1]
 
     def run(self, forward: Forward, mode: Mode, is_authors: bool = False) -> Trace:
         """Run `forward` and its backward. Of an author's forward, changes of anything that it names are noticed."""
@@ -168,7 +179,8 @@ class Tracer:
     @contextmanager
     def prepared(self, mode: Mode) -> Iterator[tuple[dict[str, Tensor], dict[float, tuple[str, str]]]]:
         """Put the modules into `mode`, with tensors by name and rates of dropout; put everything back afterwards."""
-        before = [(module, dict(vars(module))) for module in self.module.modules()]
+        self._named = list(self.module.named_modules())
+        before = [(module, dict(vars(module))) for _, module in self._named]
         torch.default_generator.manual_seed(0)
         try:
             with mode.grad_mode():
@@ -180,13 +192,13 @@ class Tracer:
 
     def _prepare(self, mode: Mode) -> tuple[dict[str, Tensor], dict[float, tuple[str, str]]]:
         """Replace the rates of dropout, and the tensors of the modules, those with several names by one."""
-        rates = [(name, each, key) for name, each in self.module.named_modules() for key in _drop_rates(each)]
+        rates = [(name, each, key) for name, each in self._named for key in _drop_rates(each)]
         named_rates = dict[float, tuple[str, str]]()
         for i, (name, each, key) in enumerate(rates):
             vars(each)[key] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
             named_rates[vars(each)[key]] = name, key
         made, named = dict[int, Tensor](), dict[str, Tensor]()
-        for prefix, module in self.module.named_modules():
+        for prefix, module in self._named:
             module.training = mode.training != isinstance(module, mode.in_other_mode)
             for kind in ("_parameters", "_buffers"):
                 tensors = vars(module)[kind]
@@ -202,19 +214,21 @@ class Tracer:
         is_floating = tensor.is_floating_point()
         dtype = self.sample.dtype if is_floating else tensor.dtype
         if is_parameter:
-            zeros = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
-            return nn.Parameter(zeros, mode.parameters_require_grad and is_floating)
+            key = id(tensor), dtype
+            if key not in self._zeros:  # a forward that writes to them is refused
+                self._zeros[key] = torch.zeros(tensor.shape, dtype=dtype, device="cpu")
+            return nn.Parameter(self._zeros[key], mode.parameters_require_grad and is_floating)
         return torch.zeros(tensor.shape, dtype=dtype) if tensor.is_meta else tensor.detach().to("cpu", dtype, copy=True)
 
     def input(self, mode: Mode, size: int) -> Tensor:
-        shape = IMAGES + mode.extra_size, self.sample.channels, *[size + mode.extra_size] * dimensions(self.module)
+        shape = IMAGES + mode.extra_size, self.sample.channels, *[size + mode.extra_size] * self._dims
         zeros = torch.zeros(shape, dtype=self.sample.dtype, device="cpu").as_subclass(AsksOfInput)
         return zeros.requires_grad_(mode.input_requires_grad)
 
     def _trace(self, forward: Forward, mode: Mode, tensors: dict[str, Tensor], is_authors: bool) -> Trace:
-        x, modules = self.input(mode, self.sample.size), list(self.module.named_modules())
+        x, modules = self.input(mode, self.sample.size), self._named
         watch = Calls({each: name for name, each in modules}, self.table, self.ran if is_authors else None)
-        held = held_by(self.module, guard_of(self.module, self.ran.values()).names) if is_authors else []
+        held = held_by(self.module, self.guard.names) if is_authors else []
         attributes = [(each, dict(vars(each))) for _, each in modules] if is_authors else []
         expressions, written = watch.expressions, None
         absent = vars(x)["asks"] = list[str]()
@@ -276,7 +290,7 @@ class Tracer:
         depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
         Zero means that `forward` takes no such sizes.
         """
-        dims, saved = dimensions(self.module), []
+        dims, saved = self._dims, []
         smallest = max(_SMALLEST, self.sample.size)
         for size in range(smallest, smallest + _STEP * (dims + 1), _STEP):
             with self.prepared(MAIN_MODES[1]):
@@ -305,9 +319,9 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         raise VerificationError(
             "holds parameters that FullyShardedDataParallel has sharded: call make_efficient before sharding the model"
         )
-    unknown = guard_of(module).unknown
-    if unknown is not None:
-        raise SideEffectError(f"found that it {unknown}")
+    tracer = Tracer(module, sample)
+    if tracer.guard.unknown is not None:
+        raise SideEffectError(f"found that it {tracer.guard.unknown}")
     before = [(each, {name: vars(each)[name] for name in (*HOOKS, "training")}) for each in module.modules()]
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([]))
@@ -323,7 +337,7 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         try:
             for each, _ in before:
                 vars(each).update({name: OrderedDict() for name in HOOKS})
-            yield Tracer(module, sample)
+            yield tracer
         finally:
             for each, values in before:
                 vars(each).update(values)
