@@ -223,7 +223,7 @@ def test_a_budget_where_a_forward_is_not_a_training_step():
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_an_impossible_budget_says_what_is_possible(precision):
-    model, shape = DenseNet(12, (6, 6, 6)), (64, 3, 32, 32)
+    model, shape = DenseNet(12, (4, 4)), (64, 3, 32, 32)
     smallest = Planner(MetaModel(model, precision=precision), shape).smallest
     with pytest.raises(ValueError, match="found a memory budget of") as caught:
         set_memory_budget(model, int(0.7 * smallest), shape, precision=precision)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import kernel_modules
 
-from efficient_densenet import doctor, kernels
+from efficient_densenet import kernels
 from efficient_densenet.kernels import disk_cache, python_process
 from efficient_densenet.kernels.numba_cpu.host import openmp
 
@@ -92,14 +92,3 @@ def test_without_a_cache_no_process_is_started(first_use, started, monkeypatch, 
     assert first_use()
     assert started == []
     assert "in this process, about" in caplog.text
-
-
-def test_the_doctor_compiles_ahead(monkeypatch, capsys):
-    used = []
-    monkeypatch.setattr(compile_ahead, "compile_ahead", used.append)
-    monkeypatch.setattr(kernels, "_numba_compiles", kernels._numba_compiles.__wrapped__)
-    monkeypatch.setattr(sys, "argv", ["doctor", "--warmup"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    doctor.main()
-    assert {*used} == {torch.float32, torch.float64, torch.bfloat16}
-    assert "compiled the kernels for float32, float64, bfloat16" in capsys.readouterr().out

@@ -20,7 +20,6 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from efficient_densenet import DenseNet, make_efficient
-from efficient_densenet.engine import read, stem
 from efficient_densenet.memory import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:falling back:UserWarning", "ignore::FutureWarning")
@@ -324,7 +323,7 @@ def _assert_next_step_is_plain_s(ours: nn.Module, plain: nn.Module, change: Chan
     assert_same_buffers(ours, plain)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("models", "first"), [(_ours, True), (_ours, False), (_converted, False)], indirect=["models"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_before_or_after_the_first_step(change, first, pair, x):
     _assert_next_step_is_plain_s(*pair, CHANGES[change], x, first)
@@ -559,16 +558,6 @@ def test_another_engine_and_saved_bottlenecks_after_the_first_step(pair, x):
     ours.set_engine("checkpoint") if isinstance(ours, DenseNet) else make_efficient(ours, "checkpoint")
     _assert_next_step_is_plain_s(ours, plain, lambda model: None, x)
     assert "SharedStage" not in nodes_of(ours(x))
-
-
-def test_a_second_forward_reads_no_module(pair, x, monkeypatch):
-    ours, _ = pair
-    for train in (True, False, True):
-        ours.train(train)
-        ours(x)
-    for module, name in ((read, "shared_parts"), (read, "joined_consumer"), (stem, "stem_at_the_start")):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("read again"))
-    assert "SharedStage" in nodes_of(ours(x))
 
 
 @pytest.mark.parametrize("is_cyclic", [False, True])
