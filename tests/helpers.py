@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from efficient_densenet import DenseNet, conversion_report, create_model, kernels, make_efficient
 from efficient_densenet.adapt import Report
-from efficient_densenet.engine import choose
-from efficient_densenet.engine.parts import parts_of
-from efficient_densenet.engine.refuse import joined_consumer
-from efficient_densenet.engine.stage.run import FORMATS_OF_X, StagePlan
+from efficient_densenet.engine import choose, plan
+from efficient_densenet.engine.network import run_sequence
+from efficient_densenet.engine.stage.run import StagePlan, StageRequest
 from efficient_densenet.kernels import row_tiles
 
 FAMILIES = {
@@ -179,17 +178,30 @@ def assert_all_close(actual: Iterable[Tensor], expected: Iterable[Tensor], toler
 
 def plan_stage(block: nn.Module, consumer: nn.Module | None, x: Tensor, return_features: bool = False) -> StagePlan:
     """The shared engine's plan of a block and what consumes its output."""
-    parts = parts_of(block)
-    return StagePlan(
-        parts, None if consumer is None else joined_consumer(parts, consumer), x, return_features, FORMATS_OF_X
-    )
+    stage = plan.make_plan(x, block, consumer, StageRequest(return_features=return_features))
+    assert isinstance(stage, StagePlan)
+    assert (stage.spec.consumer is None) == (consumer is None)
+    return stage
+
+
+def can_join(block: nn.Module, consumer: nn.Module, x: Tensor) -> bool:
+    stage = plan.make_plan(x, block, consumer)
+    return isinstance(stage, StagePlan) and stage.spec.consumer is not None
+
+
+def run_with_features(block: nn.Module, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output of a consumer, and of the block before it, as one stage where that can be."""
+    modules = ("block", block), ("consumer", consumer)
+    output, outputs = run_sequence(modules, x, lambda module: module is block, ["block"])
+    return output, outputs["block"]
 
 
 def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> Tensor | None:
     """The output of the first four modules as one node; None where they are to be called."""
     first = list(modules).index(block)
-    plans = choose.plans_of_network(modules, first, x)
-    stem = None if plans is None else choose.plan_stem(plans, modules, block, x)
+    may_run = choose.may_run_engines(block, x) and choose.may_be_shared(block)
+    plans = plan.plans_of_network([*modules[first:], *modules[:first]]) if may_run else None
+    stem = None if plans is None else plan.plan_stem(plans, modules, block, x)
     return None if stem is None else stem.run(x)
 
 

@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from efficient_densenet import DenseNet, kernels, make_efficient
-from efficient_densenet.engine import choose
+from efficient_densenet.engine import choose, plan
 from efficient_densenet.models.layers import DenseBlock, DenseLayer, Transition
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
@@ -265,23 +265,23 @@ def _total_error(actual: list[Tensor | None], exact: list[Tensor | None]) -> flo
 @contextmanager
 def recorded_engines(engines: set[str]) -> Iterator[None]:
     """Add the engine of each plan that the dispatcher makes to `engines`."""
-    plan_block, plan_stage = choose.plan_block, choose.plan_stage
+    plan_block, plan_stage = choose.plan_block, plan.plan_stage
 
     def recording(*args: Any) -> choose.BlockPlan:
-        plan = plan_block(*args)
-        engines.add(plan.engine.value)
-        return plan
+        chosen = plan_block(*args)
+        engines.add(chosen.engine.value)
+        return chosen
 
     def recording_stages(*args: Any) -> Any:
         stage = plan_stage(*args)
         engines.update([] if stage is None else ["shared"])
         return stage
 
-    choose.plan_block, choose.plan_stage = recording, recording_stages
+    choose.plan_block, plan.plan_stage = recording, recording_stages
     try:
         yield
     finally:
-        choose.plan_block, choose.plan_stage = plan_block, plan_stage
+        choose.plan_block, plan.plan_stage = plan_block, plan_stage
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import copy
 
 import torch
-from helpers import run_stem, small_model
+from helpers import run_stem, run_with_features, small_model
 from torch import Tensor, nn
 
 from efficient_densenet.engine import choose
@@ -60,7 +60,7 @@ class Subject(nn.Module):
         if self.kind == "apart":
             return choose.run_consumer(*rest, first(x))
         if self.kind == "features too":
-            return _joined(*choose.run_stage_with_features(first, *rest, x))
+            return _joined(*run_with_features(first, *rest, x))
         return self.modules_in_turn(x)
 
     def input(self, batch: int = 2, size: tuple[int, ...] = (5, 6), **options) -> Tensor:

@@ -13,6 +13,7 @@ from helpers import (
     assert_close,
     assert_same_step,
     backward,
+    can_join,
     plan_stage,
     random_images,
     small_model,
@@ -23,8 +24,6 @@ from torch import nn
 from efficient_densenet import DenseBlock, DenseLayer
 from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.parts import parts_of
-from efficient_densenet.engine.refuse import joined_consumer
 from efficient_densenet.engine.stage.spec import decode
 
 
@@ -276,7 +275,7 @@ def test_unsupported_mixed_precision():
     model = small_model("bc", efficient="shared")
     block, transition, x = model.features.denseblock1, model.features.transition1, torch.randn(2, 4, 5, 5).double()
     transition.conv.bias = nn.Parameter(torch.zeros(transition.conv.out_channels))
-    assert joined_consumer(parts_of(block), transition) is None
+    assert not can_join(block, transition, x)
     block.denselayer1.conv1.bias = nn.Parameter(torch.zeros(block.denselayer1.conv1.out_channels))
     assert "found float32, float64 in a Conv2d" in choose.why_not(choose.Engine.SHARED, block, x)
 

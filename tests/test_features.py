@@ -82,6 +82,14 @@ def test_chosen_maps_and_gradients_match_plain(family, maps, out_indices):
     assert with_grad == dict(backbone.named_parameters()).keys()  # parameters without a gradient are removed
 
 
+def test_maps_of_a_transition_whose_pooling_does_not_commute_with_its_convolution():
+    full_model = small_model("imagenet", efficient="shared")
+    full_model.features.transition1.pool = nn.MaxPool2d(2)
+    x = random_images("imagenet", batch=3)
+    actual = features(full_model, maps="normalised_rectified")(x)
+    assert_all_close(actual, _reference_maps(with_engine(full_model, "plain"), x, "normalised_rectified"))
+
+
 @pytest.mark.parametrize("maps", MAPS)
 @pytest.mark.parametrize("family", ["bc", "basic", "imagenet"])
 def test_feature_info_describes_the_maps(family, maps):

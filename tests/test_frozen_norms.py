@@ -7,12 +7,11 @@ import pytest
 import torch
 import torchvision
 from frozen_norms import CLASSES, Buffers, ConstantInForward, TorchvisionNorm, named, replace_norms
-from helpers import assert_same_step, convert_and_report, nodes_of, small_model
+from helpers import assert_same_step, can_join, convert_and_report, nodes_of, small_model
 from torch import Tensor, nn
 
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.parts import is_norm, parts_of
-from efficient_densenet.engine.refuse import joined_consumer
+from efficient_densenet.engine.parts import is_norm
 from efficient_densenet.norms.frozen import eps_of, is_frozen_batch_norm
 
 
@@ -50,8 +49,8 @@ def test_classes_that_are_not():
 def test_norms_that_normalize_otherwise_are_told_apart():
     """They share no statistics with norms of another eps, or with norms of batch statistics."""
     model = replace_norms(small_model("bc", efficient="shared"), CLASSES["constant in forward"], "transition1")
-    assert joined_consumer(parts_of(model.features.denseblock1), model.features.transition1) is None
     x = torch.randn(2, 4, 3, 3).double()
+    assert not can_join(model.features.denseblock1, model.features.transition1, x)
     mixed = replace_norms(small_model("bc", efficient="shared"), CLASSES["constant in forward"], "denselayer2.norm1")
     assert "eps" in choose.why_not(choose.Engine.SHARED, mixed.features.denseblock1, x)
     mixed = replace_norms(small_model("bc", efficient="shared"), TorchvisionNorm, "denseblock1.denselayer1.norm1")

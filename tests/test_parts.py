@@ -15,7 +15,9 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     assert_same_values,
+    can_join,
     plan_stage,
+    run_with_features,
     use_kernels,
 )
 from torch import Tensor, nn
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 from efficient_densenet import DenseBlock
 from efficient_densenet.engine import choose, parts
 from efficient_densenet.engine.parts import BlockParts, ConsumerParts, LayerParts
-from efficient_densenet.engine.refuse import joined_consumer
 
 GROWTH = 3
 
@@ -80,6 +81,14 @@ def _layer_parts(layer: Layer) -> LayerParts:
 class Consumer(nn.Sequential):
     """A norm and the modules after it."""
 
+    def consumer_parts(self) -> ConsumerParts:
+        norm, *rest = self
+        if len(rest) < 2:
+            return ConsumerParts(norm, after=F.relu_ if rest else None)
+        relu, conv, *pool = rest
+        pools = bool(pool) and parts.halves(pool[0])
+        return ConsumerParts(norm, conv, pools, activations=(relu,), after=pool[0] if pool and not pools else None)
+
 
 CONSUMERS = {
     "none": lambda: None,
@@ -95,17 +104,7 @@ CONSUMERS = {
 }
 
 
-def _consumer_parts(consumer: Consumer) -> ConsumerParts:
-    norm, *rest = consumer
-    if len(rest) < 2:
-        return ConsumerParts(norm, after=F.relu_ if rest else None)
-    relu, conv, *pool = rest
-    pools = bool(pool) and parts.halves(pool[0])
-    return ConsumerParts(norm, conv, pools, activations=(relu,), after=pool[0] if pool and not pools else None)
-
-
 parts.register_block(Block, _block_parts)
-parts.register_consumer(Consumer, _consumer_parts)
 
 
 def randomized(*modules: nn.Module | None) -> list[nn.Module | None]:
@@ -229,8 +228,8 @@ def test_what_the_shared_engine_does_not_know():
     empty = Block()
     del empty[:]
     assert choose.why_not(choose.Engine.SHARED, empty, x) == "found a block without layers"
-    assert joined_consumer(parts.parts_of(Block()), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13))) is None
-    assert joined_consumer(parts.parts_of(Block(new_features_only=True)), CONSUMERS["norm"]()) is None
+    assert not can_join(Block(), nn.Sequential(nn.ReLU(), nn.BatchNorm2d(13)), x)
+    assert not can_join(Block(new_features_only=True), CONSUMERS["norm"](), x)
     assert parts.consumer_parts(nn.BatchNorm2d(13)) is not None
 
 
@@ -252,8 +251,8 @@ def test_a_dense_block_of_this_package_that_returns_its_new_features(engine, bn_
 def test_a_norm_of_new_features_alone_is_called_after_their_block():
     block, norm = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double(), nn.BatchNorm2d(6).double()
     x = torch.randn(2, 5, 6, 7, dtype=torch.double)
-    assert choose.join(block, norm, x) is None
-    normalized, features = choose.run_stage_with_features(block, norm, x)
+    assert not can_join(block, norm, x)
+    normalized, features = run_with_features(block, norm, x)
     assert_close(features, block(x))
     assert normalized.shape == features.shape
 

@@ -290,6 +290,7 @@ CHANGES: dict[str, Change] = {
         TRANSITION, lambda module: setattr(module, "conv", nn.Sequential(module.conv, nn.Dropout(0.0)))
     ),
     "a pooling that rounds up": _set(f"{TRANSITION}.pool", ceil_mode=True),
+    "an activation inside a norm": _of(f"{TRANSITION}.norm", lambda norm: norm.add_module("act", nn.ReLU())),
     "a module inside a norm": _of(f"{TRANSITION}.norm", lambda norm: norm.add_module("norm", nn.Identity())),
     "dropout after a transition": _of(TRANSITION, lambda module: module.add_module("dropout", nn.Dropout(0.5))),
     "another class of a transition": _of(TRANSITION, _doubled),

@@ -7,14 +7,13 @@ from itertools import pairwise
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
-from ..engine import choose, read
+from ..engine import choose, plan
 from ..engine.choose import Engine
 from ..engine.parts import BlockParts, NoPartsError, parts_of
-from ..engine.refuse import joined_consumer
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, restore_block
 from .errors import NotRunError, SideEffectError, VerificationError
@@ -108,7 +107,7 @@ def restore(model: nn.Module) -> nn.Module:
             restore_block(module)
         if isinstance(module, DenseBlock) and "_original_engine" in vars(module):
             module.engine = vars(module).pop("_original_engine")
-    read.forget(model)
+    plan.forget(model)
     return model
 
 
@@ -239,10 +238,14 @@ def _count_layers(block: nn.Module) -> int:
 
 
 def _why_not(engine: Engine, block: nn.Module) -> str | None:
-    """Why `engine` cannot run `block` on a small input of the parameters' dtype and device."""
+    return choose.why_not(engine, block, _small_input(block))
+
+
+def _small_input(block: nn.Module) -> Tensor:
+    """A small input of the dtype and device of the parameters."""
     conv = first_conv(block)
     parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-    return choose.why_not(engine, block, parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block))))
+    return parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block)))
 
 
 def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:
@@ -264,6 +267,5 @@ def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> N
 
 def _can_join(block: ConvertedBlock | BlocksInARow, consumer: nn.Module) -> bool:
     """Whether the shared engine can run a converted block together with the module after it."""
-    if block.engine not in (None, Engine.SHARED) or _why_not(Engine.SHARED, block) is not None:
-        return False
-    return joined_consumer(parts_of(block), consumer) is not None
+    stage = plan.make_plan(_small_input(block), block, consumer)
+    return choose.may_be_shared(block) and not isinstance(stage, str) and stage.spec.consumer is not None

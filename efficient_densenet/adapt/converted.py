@@ -17,9 +17,9 @@ from .._torch_private import has_global_module_hooks
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
-from ..engine.changed_modules import must_be_called
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
+from ..engine.limits import must_be_called
 from ..engine.parts import BlockParts, NoPartsError
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce

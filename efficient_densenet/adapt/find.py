@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _LazyNormBase, _NormBase
 from .._mixins import add_mixin
 from ..checkpoint.call import checkpoint_call
 from ..engine import layerwise
-from ..engine.changed_modules import why_not_parametrized
 from ..engine.choose import Engine
+from ..engine.limits import why_not_parametrized
 from ..engine.parts import NoPartsError
 from ..kernels.activations import ActivationSpec
 from ..norms.batch_norm import UpdatesOnce, undo_update_once

@@ -510,7 +510,7 @@ MODES |= {"_C", "distributed", "grad", "set_", "requires_grad_", "share_memory_"
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {
     "_conversion",  # added by the conversion itself
     "_conversion_report",
-    "_engine_plans",  # kept by engine/read.py
+    "_engine_plans",  # kept by engine/plan.py
     "keep_bottleneck",  # read at every forward
     "_is_replica",  # set by nn.DataParallel
     "_former_parameters",

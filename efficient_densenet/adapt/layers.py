@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import layerwise
-from ..engine.changed_modules import must_be_called
 from ..engine.layerwise import RunFirstHalf
+from ..engine.limits import must_be_called
 from ..engine.parts import BlockParts, LayerParts, activations_of
 from ..kernels.activations import RELU_SPEC, module_of
 

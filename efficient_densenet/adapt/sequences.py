@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from .._compilers import may_read_converted_modules
 from ..engine import choose
-from ..engine.changed_modules import must_be_called
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
+from ..engine.limits import must_be_called, normalize_alike
 from ..engine.network import run_sequence
 from ..engine.parts import BlockParts, LayerParts, NoPartsError
-from ..engine.refuse import normalize_alike
 from .converted import ConvertedBlock
 from .verified import KeepsSignature, VerifiedModule
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1
-from ..engine.changed_modules import HOOKS
+from ..engine.limits import HOOKS
 from ..memory.peaks import saved_bytes
 from ..norms.sync_batch_norm import local_statistics
 from .calls import AsksOfInput, Call, Calls

@@ -8,27 +8,22 @@ to save, and every engine runs the plain modules too, unless the shared engine's
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.fx import Proxy
 
 from .. import kernels
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._tensors import compute_dtype
-from .._torch_private import functorch_is_active, parameters_of
-from ..norms.sync_batch_norm import is_synchronized, sync_group
-from . import layerwise, saving, stem
-from .changed_modules import must_be_called, why_not_global_changes
+from ..norms.sync_batch_norm import sync_group
+from . import layerwise
+from .limits import why_not_ordinary_autograd
 from .parts import EngineBlock, is_engine_block
-from .read import USUAL, StageRequest, make_plan, plans_of, read_stage, what_plans_read
-from .sharded import can_run_inside
-from .stage.run import FORMATS_OF_X, StagePlan
-from .stem import StemPlan
+from .plan import has_faster_forward, needs_grad, plan_alone
+from .stage.run import USUAL_REQUEST, StagePlan, StageRequest
 
 
 class Engine(str, Enum):
@@ -84,26 +79,35 @@ def engine_blocks(model: nn.Module) -> list[tuple[str, EngineBlock]]:
 def may_run_engines(module: nn.Module, x: Tensor) -> bool:
     """Whether an engine may run `module` on `x` better than the plain modules: with less saved for an ordinary
     backward, or with a faster forward."""
-    if _is_tracing(module, x) or _why_not_ordinary_autograd(x) or _is_left_alone(x, module):
+    if _must_be_plain(module, x) or why_not_ordinary_autograd(x):
         return False
-    return torch.is_grad_enabled() or _has_faster_forward(x)
+    return torch.is_grad_enabled() or has_faster_forward(x)
+
+
+def may_be_shared(block: EngineBlock) -> bool:
+    """Whether the user allows the shared engine for a block."""
+    return block.engine in (None, Engine.SHARED)
 
 
 def plan_block(block: EngineBlock, x: Tensor) -> BlockPlan:
     """How to run `block` on `x` now, when it is called."""
-    if _is_tracing(block, x) or _is_left_alone(x, block):
+    if _must_be_plain(block, x):
         return BlockPlan(Engine.PLAIN)
-    if not _needs_grad(x, block):
-        return _plan_without_gradients(block, x)
+    if not needs_grad(x, block):
+        if may_be_shared(block) and has_faster_forward(x):
+            plan = _plan_by(Engine.SHARED, block, x, StageRequest(num_saved=None))
+            if not isinstance(plan, str):
+                return plan
+        return BlockPlan(Engine.PLAIN)
     engine = block.engine
     if engine is None:
         return _best_plan(block, x)
     if torch.compiler.is_compiling():
         engine = _compiled_engine(engine)
-    plan, reason = _plan_by(engine, block, x)
-    if plan is None:
+    plan = _plan_by(engine, block, x)
+    if isinstance(plan, str):
         raise RuntimeError(
-            f"engine {engine.value!r} cannot run here: {reason}; use another engine, or efficient=True, which finds one"
+            f"engine {engine.value!r} cannot run here: {plan}; use another engine, or efficient=True, which finds one"
         )
     return plan
 
@@ -125,142 +129,21 @@ def run_block(block: EngineBlock, x: Tensor, plan: BlockPlan) -> Tensor:
     return block.run_layers(x, RUN_FIRST_HALF[plan.engine])
 
 
-def plans_of_network(modules: Sequence[nn.Module], first: int, x: Any) -> dict[tuple, Any] | None:
-    """The kept plans of modules that run one after another on x, if they are as they were; `first` is the number of the
-    first block. None where all modules are to be called."""
-    if first == len(modules) or not isinstance(x, Tensor) or not may_run_engines(modules[first], x):
-        return None
-    return None if why_not_global_changes() is not None else plans_of([*modules[first:], *modules[:first]])
-
-
-def plan_stage(
-    plans: dict[tuple, Any], modules: Sequence[nn.Module], position: int, x: Tensor, request: StageRequest = USUAL
-) -> StagePlan | None:
-    """The plan with which the shared engine runs the block at `position`, and the consumer after it, as one stage on x;
-    None where both are to be called."""
-    block, consumer = modules[position : position + 2]
-    if block.engine not in (None, Engine.SHARED) or _why_not_ordinary_autograd(x) is not None:
-        return None
-    if not _needs_grad(x, block):
-        if not _has_faster_forward(x):
-            return None
-        request = request._replace(num_saved=None)
-    if torch.compiler.is_compiling():
-        return _joined(block, consumer, x, request)
-    key = (position, *request, *what_plans_read(x))
-    if key not in plans:
-        plans[key] = _joined(block, consumer, x, request)
-    return plans[key]
-
-
-def _joined(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest) -> StagePlan | None:
-    if must_be_called(block) and not can_run_inside(block, x):
-        return None
-    stage = make_plan(block, consumer, x, request)
-    return None if isinstance(stage, str) or stage.spec.consumer is None else stage
-
-
-def plan_stem(plans: dict[tuple, Any], modules: Sequence[nn.Module], block: EngineBlock, x: Tensor) -> StemPlan | None:
-    """The plan with which the first four of `modules` run as one node on x. None where they are to be called: they are
-    no such stem, or another engine runs `block` after them."""
-    if len(modules) < 4 or block.engine not in (None, Engine.SHARED):
-        return None
-    if torch.compiler.is_compiling():
-        plan = _stem_before(block, modules, x)
-    else:
-        key = ("stem", *x.shape, *what_plans_read(x))
-        if key not in plans:
-            plans[key] = _stem_before(block, modules, x)
-        plan = plans[key]
-    return plan if plan is not None and _needs_grad(x, *modules[:4]) else None
-
-
-def _stem_before(block: EngineBlock, modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
-    plan = stem.stem_at_the_start(modules, x)
-    if plan is None:
-        return None
-    output_like = x.new_empty((), dtype=stem.output_dtype(x)).expand(x.shape[0], plan.num_channels, *x.shape[2:])
-    return None if isinstance(make_plan(block, None, output_like, USUAL), str) else plan
-
-
-def num_saved(plans: dict[tuple, Any], modules: Sequence[nn.Module], x: Tensor) -> Sequence[int] | None:
-    """How many layers of each block, the last ones, save their bottlenecks by default, as `saving` has it; None where
-    plain modules hold less.
-
-    `modules` are the first block and all that follows. Other networks than blocks, each with its consumer after it, may
-    hold most at another moment, and save none; nor does one whose first block needs no gradient, an engine by name, or
-    compiled code.
-    """
-    none = [0] * len(modules)
-    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
-        return none  # without a gradient of x the first stage has all gradients, and so the peak
-    key = ("sizes",)
-    if key not in plans:
-        plans[key] = _sizes(modules[::2], modules[1::2])
-    sizes, may_run_plain = plans[key]
-    counts = saving.num_saved(sizes, x) if sizes else none
-    return none if counts is None and not may_run_plain else counts
-
-
-def _sizes(blocks: Sequence[EngineBlock], consumers: Sequence[nn.Module]) -> tuple[tuple[saving.StageSizes, ...], bool]:
-    """The sizes of all stages, none where they are not known, and whether plain modules may run in their place."""
-    if len(blocks) != len(consumers) or not all(is_engine_block(each) and each.engine is None for each in blocks):
-        return (), False
-    sizes = tuple(saving.stage_sizes(*each) for each in zip(blocks, consumers, strict=True))
-    # Each process of a sync group has sizes of its own, but must take part in the same collective operations.
-    cannot_be_plain = (must_be_called(block) or any(map(is_synchronized, block.modules())) for block in blocks)
-    return tuple(each for each in sizes if each is not None) if None not in sizes else (), not any(cannot_be_plain)
-
-
-def join(block: EngineBlock, consumer: nn.Module, x: Tensor, request: StageRequest = USUAL) -> StagePlan | None:
-    """The plan with which the shared engine runs `block` and `consumer` as one stage on `x`, or None."""
-    modules = block, consumer
-    plans = plans_of_network(modules, 0, x)
-    return None if plans is None else plan_stage(plans, modules, 0, x, request)
-
-
-def run_stage_with_features(block: EngineBlock, consumer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `consumer` on the output of `block`, and the output of `block`."""
-    stage = join(block, consumer, x, StageRequest(FORMATS_OF_X, return_features=True))
-    if stage is not None:
-        output, features = stage.run(x)
-        return output, features
-    features = block(x)
-    return consumer(features), features
-
-
 def run_consumer(consumer: nn.Module, x: Tensor) -> Tensor | None:
     """The output of a transition or a norm that does not run together with its block, by the shared engine.
 
     None where the shared engine cannot run `consumer`, or would save no memory: the caller must then call `consumer`.
     """
-    if not may_run_engines(consumer, x) or not _needs_grad(x, consumer):
+    if not may_run_engines(consumer, x) or not needs_grad(x, consumer):
         return None
-    plan = read_stage(None, consumer, x)
+    plan = plan_alone(None, consumer, x, USUAL_REQUEST)
     return None if isinstance(plan, str) else plan.run(x)[0]
 
 
 def why_not(engine: Engine, block: EngineBlock, x: Tensor) -> str | None:
     """Why `engine` cannot run `block` on `x`, or None where it can."""
-    return _plan_by(engine, block, x)[1]
-
-
-def _plan_without_gradients(block: EngineBlock, x: Tensor) -> BlockPlan:
-    if block.engine in (None, Engine.SHARED) and _has_faster_forward(x):
-        plan, _ = _plan_by(Engine.SHARED, block, x, StageRequest(FORMATS_OF_X, num_saved=None))
-        if plan is not None:
-            return plan
-    return BlockPlan(Engine.PLAIN)
-
-
-def _has_faster_forward(x: Tensor) -> bool:
-    """Whether the shared engine's forward is faster on `x` than the plain modules.
-
-    The Numba kernels were measured to be faster: they write no concatenation (docs/benchmarks.md).
-    """
-    if torch.compiler.is_compiling() or not kernels.numba_supports(x):
-        return False
-    return kernels.numba_multiplies(compute_dtype(x))
+    plan = _plan_by(engine, block, x)
+    return plan if isinstance(plan, str) else None
 
 
 def _compiled_engine(engine: Engine) -> Engine:
@@ -273,31 +156,26 @@ def _compiled_engine(engine: Engine) -> Engine:
 
 def _best_plan(block: EngineBlock, x: Tensor) -> BlockPlan:
     best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    plan, reason = _plan_by(best, block, x)
-    if plan is not None:
-        return plan
+    reason = _plan_by(best, block, x)
+    if not isinstance(reason, str):
+        return reason
     if torch.compiler.is_compiling():
         may_recompute = block.why_not_recompute() is None
         return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    plan = next(plan for plan, _ in (_plan_by(engine, block, x) for engine in others) if plan is not None)
+    plan = next(plan for engine in others if not isinstance(plan := _plan_by(engine, block, x), str))
     warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
     return plan
 
 
-def _plan_by(
-    engine: Engine, block: EngineBlock, x: Tensor, request: StageRequest = USUAL
-) -> tuple[BlockPlan | None, str | None]:
+def _plan_by(engine: Engine, block: EngineBlock, x: Tensor, request: StageRequest = USUAL_REQUEST) -> BlockPlan | str:
     """How `engine` runs `block` on `x`, or why it cannot."""
-    if engine is Engine.PLAIN:
-        return BlockPlan(engine), None
-    reason = _why_not_ordinary_autograd(x)
-    if reason is not None:
-        return None, reason
-    if engine is Engine.SHARED:
-        stage = read_stage(block, None, x, request)
-        return (None, stage) if isinstance(stage, str) else (BlockPlan(engine, stage), None)
-    reason = block.why_not_recompute() or layerwise.why_not_recompute(block)
-    return (BlockPlan(engine), None) if reason is None else (None, reason)
+    reason = None if engine is Engine.PLAIN else why_not_ordinary_autograd(x)
+    if reason is None and engine is Engine.SHARED:
+        stage = plan_alone(block, None, x, request)
+        return stage if isinstance(stage, str) else BlockPlan(engine, stage)
+    if reason is None and engine is not Engine.PLAIN:
+        reason = block.why_not_recompute() or layerwise.why_not_recompute(block)
+    return BlockPlan(engine) if reason is None else reason
 
 
 def warn_once(message: str) -> None:
@@ -322,26 +200,9 @@ def no_warnings() -> Iterator[None]:
         _warned.update(before)
 
 
-def _why_not_ordinary_autograd(x: Tensor) -> str | None:
-    """Why autograd cannot recompute here, or None; compiled code has no transforms or forward-mode derivatives."""
-    if torch.compiler.is_compiling():
-        return None
-    if functorch_is_active():
-        return "found a torch.func transform (vmap, grad, …), but recomputation needs ordinary autograd"
-    if forward_ad.unpack_dual(x).tangent is not None:
-        return "found a forward-mode derivative, but recomputation needs reverse-mode autograd"
-    return None
-
-
-def _is_tracing(block: EngineBlock, x: Tensor) -> bool:
-    return isinstance(x, Proxy) or is_exporting(block.training)
-
-
-def _is_left_alone(x: Tensor, module: nn.Module) -> bool:
-    """Whether a batch is empty, with which the plain modules do nothing. Synchronized norms communicate even then, and
-    must do it as those of the other processes, in the same engine."""
+def _must_be_plain(module: nn.Module, x: Tensor) -> bool:
+    """Whether `module` is traced or exported, or the batch is empty, with which plain modules do nothing. Synchronized
+    norms communicate even then, and must do it as those of the other processes, in the same engine."""
+    if isinstance(x, Proxy) or is_exporting(module.training):
+        return True
     return x.numel() == 0 and not any(sync_group(each) is not None for each in module.modules())
-
-
-def _needs_grad(x: Tensor, *modules: nn.Module) -> bool:
-    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in parameters_of(*modules)))

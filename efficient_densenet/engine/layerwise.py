@@ -18,7 +18,7 @@ from .._torch_private import parametrization_cache_enabled
 from ..checkpoint.call import checkpoint_call
 from ..checkpoint.hooks import may_stop_early
 from ..norms.batch_norm import update_once
-from .changed_modules import function_mode
+from .limits import function_mode
 
 Layer: TypeAlias = Any
 """A module with `norm1` and `first_half(*features)`: a dense layer of our models, or a layer of another library."""

@@ -1,7 +1,7 @@
 """Modules that run one after another; dense blocks run together with the modules before and after them.
 
 A block and the consumer after it (a transition or a norm) run as one stage, and the modules before the first block as
-one stem, wherever `choose` finds that they can; all other modules are called. This loop serves our models and
+one stem, wherever `plan` finds that they can; all other modules are called. This loop serves our models and
 converted `nn.Sequential`s of other libraries.
 """
 
@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .._tensors import formatted, memory_format_of
-from . import choose, layerwise
-from .changed_modules import must_be_called
-from .read import StageRequest
-from .stage.run import StageFormats
-
-STEM_LENGTH = 4
+from . import choose, layerwise, plan
+from .limits import must_be_called
+from .parts import halves
+from .stage.run import StageRequest
+from .stem import STEM_LENGTH
 
 
 def run_sequence(
@@ -36,12 +35,14 @@ def run_sequence(
     modules: list[Any] = [module for _, module in named_modules]
     blocks = [i for i, module in enumerate(modules) if is_block(module)]
     first = blocks[0] if blocks else len(modules)
-    plans = choose.plans_of_network(modules, first, x)
     outputs: dict[str, Tensor] = {}
+    plans = None
+    if blocks and isinstance(x, Tensor) and choose.may_run_engines(modules[first], x):
+        plans = plan.plans_of_network([*modules[first:], *modules[:first]])
     position, saved = 0, [0] * len(modules)
-    plain_format: torch.memory_format | None = None  # that of x in the plain network, if a stage has kept channels_last
-    if plans is not None and not any(name in taps for name in names[: STEM_LENGTH - 1]):
-        stem = choose.plan_stem(plans, modules, modules[first], x)
+    input_format: torch.memory_format | None = None  # that of x in the plain network, if a stage has kept channels_last
+    if plans is not None and choose.may_be_shared(modules[first]) and set(taps).isdisjoint(names[:3]):
+        stem = plan.plan_stem(plans, modules, modules[first], x)
         if stem is not None:
             x, position = stem.run(x), STEM_LENGTH
 
@@ -51,29 +52,29 @@ def run_sequence(
         if position in blocks and position + 1 < len(modules) and module.can_join_stage:
             consumer = names[position + 1]
             if f"{consumer}.relu" in taps:
-                x, plain_format = formatted(x, plain_format), None
-                x, outputs[f"{consumer}.relu"] = _run_with_rectified(module, modules[position + 1], x)
+                x, input_format = formatted(x, input_format), None
+                x, outputs[f"{consumer}.relu"] = _run_with_rectified(module, modules[position + 1], x, is_block)
                 position += 2
                 continue
-            if plans is not None and isinstance(x, Tensor):
+            if plans is not None and isinstance(x, Tensor) and choose.may_be_shared(module):
                 if position == first and not taps:
-                    saved = choose.num_saved(plans, modules[first:], x)
+                    saved = plan.num_saved(plans, modules[first:], x)
                 if saved is None:
                     x, position = module.run_layers(x, layerwise.run_first_half_plain), position + 1
                     continue
                 hands_on = not taps_block and consumer not in taps and blocks[-1] > position + 1
-                request = StageRequest(StageFormats(plain_format, hands_on), taps_block, saved[(position - first) // 2])
-                stage = choose.plan_stage(plans, modules, position, x, request)
+                request = StageRequest(input_format, hands_on, taps_block, saved[(position - first) // 2])
+                stage = plan.plan_stage(plans, modules, position, x, request)
 
         if stage is None:
-            x, plain_format = module(formatted(x, plain_format)), None
+            x, input_format = module(formatted(x, input_format)), None
             if taps_block:
                 outputs[name] = x
             position += 1
             continue
         if taps_block:
-            x, plain_format = formatted(x, plain_format), None
-        plain_format = plain_format or memory_format_of(x) if hands_on else None
+            x, input_format = formatted(x, input_format), None
+        input_format = input_format or memory_format_of(x) if hands_on else None
         x, *features = stage.run(x)
         if taps_block:
             (outputs[name],) = features
@@ -83,34 +84,31 @@ def run_sequence(
     return x, outputs
 
 
-def _run_with_rectified(block: nn.Module, transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The output of `transition` on the output of `block`, and the output of the transition's ReLU."""
+def _run_with_rectified(
+    block: Any, transition: Any, x: Tensor, is_block: Callable[[nn.Module], bool]
+) -> tuple[Tensor, Tensor]:
+    """The output of `transition` on the output of `block`, and the output of the transition's ReLU.
+
+    The hooks of a transition get a copy of it, whose forward records the ReLU's output.
+    """
     if must_be_called(transition):
-        return _call_with_rectified(transition, block(x))
-    stage = choose.join(block, transition.norm, x)
-    x = rectified = transition.relu(transition.norm(block(x)) if stage is None else stage.run(x)[0])
-    rest = list(transition)[2:]
-    if stage is not None and not any(map(must_be_called, rest)):
+        rectified = []
+
+        def forward(x: Tensor) -> Tensor:
+            for module in transition:
+                x = module(x)
+                if module is transition.relu:
+                    rectified.append(x)
+            return x
+
+        stand_in = copy.copy(transition)
+        stand_in.forward = forward
+        return stand_in(block(x)), rectified[0]
+    norm, relu, *rest = transition
+    x, _ = run_sequence([("block", block), ("norm", norm), ("relu", relu)], x, is_block)
+    rectified = x
+    if choose.may_be_shared(block) and len(rest) == 2 and halves(rest[1]) and not any(map(must_be_called, rest)):
         rest.reverse()  # average pooling commutes with the 1×1 convolution, and leaves it a quarter of the pixels
     for module in rest:
         x = module(x)
     return x, rectified
-
-
-def _call_with_rectified(transition: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The outputs of `transition` and of its ReLU, by calling the transition, which may have hooks.
-
-    The hooks get a copy of the transition, whose forward records the ReLU's output.
-    """
-    rectified = []
-
-    def forward(x: Tensor) -> Tensor:
-        for module in transition:
-            x = module(x)
-            if module is transition.relu:
-                rectified.append(x)
-        return x
-
-    stand_in = copy.copy(transition)
-    stand_in.forward = forward
-    return stand_in(x), rectified[0]

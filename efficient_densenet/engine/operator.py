@@ -121,7 +121,9 @@ class Operator:
         implement(name)(self.forward_implementation)
         implement(f"{name}_backward")(self.backward_implementation)
         implement(name, "Autograd")(lambda *arguments: self.apply(*self._decoded(*arguments)))
-        torch.library.register_fake(f"efficient_densenet::{name}", self._fake_forward, lib=LIBRARY)
+        torch.library.register_fake(
+            f"efficient_densenet::{name}", lambda *arguments: self.fake_results(*self._decoded(*arguments)), lib=LIBRARY
+        )
         torch.library.register_fake(f"efficient_densenet::{name}_backward", self._fake_backward, lib=LIBRARY)
         return self
 
@@ -132,9 +134,6 @@ class Operator:
         *saved, needs_grad, text = arguments
         inputs = BackwardInputs(grad_outputs, torch.Size(shape), self.saved_type(*saved), needs_grad)
         return self._run_backward(self.decode(text), inputs)
-
-    def _fake_forward(self, *arguments: Any) -> list[Tensor]:
-        return self.fake_results(*self._decoded(*arguments))
 
     def _fake_backward(self, grad_outputs: Any, shape: Any, *arguments: Any) -> list[Tensor]:
         *tensors, (needs_grad_input, *needs_grads), text = arguments
@@ -187,7 +186,16 @@ class Operator:
         grad_outputs, shape, saved, needs_grad = inputs
         grad_outputs = [grad if grad is None else grad.resolve_neg() for grad in grad_outputs]
         inputs, tensors = inputs._replace(grad_outputs=grad_outputs), [*grad_outputs, *_flat(saved)]
-        return self._run(spec, saved[0], (*needs_grad, shape), tensors, lambda: self._needed_gradients(spec, inputs))
+
+        def compute() -> list[Tensor]:
+            grads = zip(self.gradients(spec, inputs), [None, *saved.parameters], needs_grad, strict=True)
+            return [
+                grad if parameter is None else as_dtype(grad, parameter.dtype).contiguous()
+                for grad, parameter, needed in grads
+                if needed and grad is not None
+            ]
+
+        return self._run(spec, saved[0], (*needs_grad, shape), tensors, compute)
 
     def _run(
         self,
@@ -207,16 +215,6 @@ class Operator:
             if spec.sync_group is not None:
                 return compute()
             return programs.run(compute, (self.name, spec, kernels, *settings), tensors)
-
-    def _needed_gradients(self, spec: Any, inputs: BackwardInputs) -> list[Tensor]:
-        grad_input, *grads = self.gradients(spec, inputs)
-        needs_grad_input, *needs_grads = inputs.needs_grad
-        needed = [
-            as_dtype(grad, parameter.dtype).contiguous()
-            for grad, parameter, needed in zip(grads, inputs.saved.parameters, needs_grads, strict=True)
-            if needed and grad is not None
-        ]
-        return [grad_input, *needed] if needs_grad_input and grad_input is not None else needed
 
 
 def run_operator(operator: Operator, spec: Any, inputs: Any) -> list[Tensor]:
@@ -255,13 +253,21 @@ class EngineNode(torch.autograd.Function):
     @staticmethod
     @skipped_by_compilers
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_batched_gradients(*grad_outputs)
+        if any(map(is_batched_gradient, grad_outputs)):
+            raise RuntimeError(
+                "found a backward of several gradients at once (is_grads_batched=True, or vectorize=True), but the "
+                f"shared engine takes one at a time: give them one by one, or {USE_CHECKPOINT}"
+            )
         operator, spec, grad_outputs = ctx.operator, ctx.spec, grad_outputs[: ctx.spec.num_outputs]
         if all(grad is None for grad in grad_outputs):
             return (None,) * len(ctx.needs_input_grad)
         saved = operator.saved_type(*_fields(ctx.saved_tensors, ctx.sizes))
         if torch.is_grad_enabled():
-            _refuse_synchronized(spec.has_count)
+            if spec.has_count:
+                raise RuntimeError(
+                    "found create_graph=True with synchronized norms, whose backward is not differentiable: for a loss "
+                    "that contains a gradient, do not synchronize the norms"
+                )
             x = operator.input_values(spec, ctx.shape, saved)
             x = x if ctx.edge is None else Connected.apply(ctx.edge, x)
             with autocast_disabled(x):
@@ -329,21 +335,3 @@ def _differentiable_gradients(
 def are_ordinary(*tensors: Tensor | None) -> bool:
     """Whether no compiler, dispatch mode or tensor subclass has to see an operator on these tensors."""
     return programs.ORDINARY_TYPES.issuperset(map(type, tensors)) and not has_dispatch_mode()
-
-
-def _refuse_batched_gradients(*grad_outputs: Tensor | None) -> None:
-    """Raise RuntimeError in a backward of several gradients at once."""
-    if any(map(is_batched_gradient, grad_outputs)):
-        raise RuntimeError(
-            "found a backward of several gradients at once (is_grads_batched=True, or vectorize=True), but the shared "
-            f"engine takes one at a time: give them one by one, or {USE_CHECKPOINT}"
-        )
-
-
-def _refuse_synchronized(is_synchronized: bool) -> None:
-    """Raise RuntimeError in a backward under create_graph=True if the norms are synchronized."""
-    if is_synchronized:
-        raise RuntimeError(
-            "found create_graph=True with synchronized norms, whose backward is not differentiable: for a loss that "
-            "contains a gradient, do not synchronize the norms"
-        )

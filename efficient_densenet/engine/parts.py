@@ -7,7 +7,7 @@ first seen, and again when anything inside it has changed.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,13 +18,7 @@ from .._dimensions import classes
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
 from ..kernels.activations import RELU_SPEC, ActivationSpec, spec_of
-from ..norms.batch_norm import (
-    CpBatchNorm1d,
-    CpBatchNorm2d,
-    CpBatchNorm3d,
-    CpSyncBatchNorm,
-    UpdatesOnce,
-)
+from ..norms.batch_norm import TORCH_CLASSES, UpdatesOnce
 from ..norms.frozen import is_frozen_batch_norm
 from ..norms.sync_batch_norm import SynchronizedNorm
 
@@ -76,11 +70,6 @@ class LayerParts:
         return self.activations[min(i, len(self.activations) - 1)] if self.activations else None
 
     @property
-    def dilation(self) -> int:
-        """The dilation of the last convolution."""
-        return self.last_conv.dilation[0]
-
-    @property
     def norms(self) -> tuple[Norm, ...]:
         return (self.norm1,) if self.norm2 is None else (self.norm1, self.norm2)
 
@@ -95,13 +84,11 @@ class BlockParts:
 
     `newest_first` says that a layer's output is concatenated before the features that it read, not after them.
     `new_features_only` says that the block returns the outputs of its layers without its input, in the same order.
-    `sharded` are the modules that the stage runs inside of, as `engine.sharded` has it.
     """
 
     layers: tuple[LayerParts, ...]
     newest_first: bool = False
     new_features_only: bool = False
-    sharded: tuple[nn.Module, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -127,26 +114,15 @@ class ConsumerParts:
         return self.activations[0] if self.activations else None
 
 
-BlockReader = Callable[[nn.Module], BlockParts]
-ConsumerReader = Callable[[nn.Module], ConsumerParts | None]
-
-NORMS: tuple[type[nn.Module], ...] = (
-    *classes("BatchNorm"),
-    CpBatchNorm1d,
-    CpBatchNorm2d,
-    CpBatchNorm3d,
-    nn.SyncBatchNorm,
-    CpSyncBatchNorm,
-)
+NORMS: tuple[type[nn.Module], ...] = (*TORCH_CLASSES, *TORCH_CLASSES.values())
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
 _AVG_POOLS = classes("AvgPool")
-_BLOCKS: dict[type[nn.Module], BlockReader] = {}
-_CONSUMERS: dict[type[nn.Module], ConsumerReader] = dict.fromkeys(NORMS, ConsumerParts)
+_BLOCKS: dict[type[nn.Module], Callable[[Any], BlockParts]] = {}
 
 
-def register_block(cls: type[nn.Module], reader: BlockReader) -> None:
+def register_block(cls: type[nn.Module], reader: Callable[[Any], BlockParts]) -> None:
     """Register the function that returns the parts of a block of class `cls` or of a subclass.
 
     Args:
@@ -155,11 +131,6 @@ def register_block(cls: type[nn.Module], reader: BlockReader) -> None:
             again when a module inside, or an attribute that is no list or dict, has changed.
     """
     _BLOCKS[cls] = reader
-
-
-def register_consumer(cls: type[nn.Module], reader: ConsumerReader) -> None:
-    """Register the function that returns the parts of a module of exactly class `cls`, or None if it has no parts."""
-    _CONSUMERS[cls] = reader
 
 
 def parts_of(block: nn.Module) -> BlockParts:
@@ -191,7 +162,7 @@ def is_engine_block(module: nn.Module) -> bool:
     return hasattr(module, "keep_bottlenecks")
 
 
-def block_reader(block: nn.Module) -> BlockReader | None:
+def block_reader(block: nn.Module) -> Callable[[Any], BlockParts] | None:
     """The reader that was registered for the class of `block` or for the nearest of its base classes."""
     for cls in type(block).__mro__:
         if cls in _BLOCKS:
@@ -202,26 +173,12 @@ def block_reader(block: nn.Module) -> BlockReader | None:
 def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     """The parts of `module`, with which the shared engine runs it together with the block before it; None if unknown.
 
-    They come from the module's method `consumer_parts()`, from its class's reader, or from the modules of a sequence.
+    They come from the module's method `consumer_parts()`, or are those of a norm or of the modules of a sequence.
     """
     own_parts = getattr(module, "consumer_parts", None)
     if own_parts is not None:
         return own_parts()
-    reader = _CONSUMERS.get(_class(module))
-    if reader is not None:
-        return reader(module)
-    if _runs_as_sequence(type(module)):
-        return _sequence_parts(*cast(nn.Sequential, module))
-    return _sequence_parts(module) if is_norm(module) else None
-
-
-@constant_to_compilers
-def _runs_as_sequence(cls: type[nn.Module]) -> bool:
-    return cls.forward is nn.Sequential.forward
-
-
-def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
-    """The parts of modules that run one after another."""
+    modules = list(cast(nn.Sequential, module)) if _runs_as_sequence(type(module)) else [module]
     if not (modules and is_norm(modules[0])):
         return None
     norm, *rest = modules
@@ -235,6 +192,11 @@ def _sequence_parts(*modules: nn.Module) -> ConsumerParts | None:
     rest = rest[1:]
     pools = len(rest) > 0 and halves(rest[0])
     return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
+
+
+@constant_to_compilers
+def _runs_as_sequence(cls: type[nn.Module]) -> bool:
+    return cls.forward is nn.Sequential.forward
 
 
 def composed(*modules: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
@@ -266,18 +228,16 @@ def activation_spec(module: nn.Module | None) -> ActivationSpec:
 
 def activations_of(norm: Norm) -> tuple[nn.Module, ...]:
     """The activation modules inside a norm that applies one to its result, such as timm's BatchNormAct2d."""
-    return tuple(module for module in norm.children() if type(module) is not nn.Identity)
+    modules = () if _class(norm) in NORMS else norm.children()  # PyTorch's own call none
+    return tuple(module for module in modules if type(module) is not nn.Identity)
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
     return class_before_fully_shard(original_class(module, UpdatesOnce, SynchronizedNorm))
 
 
-class Place(NamedTuple):
-    """Where a module holds a tensor, which may be another one in each forward: in a dict, by its name."""
-
-    values: dict[str, Any]
-    name: str
+Place: TypeAlias = tuple[dict[str, Any], str]
+"""Where a module holds a tensor, which may be another one in each forward: in a dict, by its name."""
 
 
 def place_of(module: Any, name: str) -> Place:
@@ -285,8 +245,8 @@ def place_of(module: Any, name: str) -> Place:
     dicts = module._parameters, module._buffers, module.__dict__
     for values in dicts:  # compilers of PyTorch 2.6 to 2.10 cannot trace `next` with a default
         if name in values:
-            return Place(values, name)
-    return Place(module._parameters, name)
+            return values, name
+    return module._parameters, name
 
 
 def halves(pool: Any) -> bool:

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._tensors import compute_dtype
 from ..norms.frozen import uses_running_statistics
 from .parts import NoPartsError, consumer_parts, parts_of
 
@@ -38,24 +38,18 @@ class StageSizes(NamedTuple):
 
     Attributes:
         channels: of the block's features.
-        outputs: the channels of the consumer's output.
+        weights: the shapes of the weights of the block's convolutions.
+        consumer_weight: that of the consumer's convolution, if it has one.
         pools: whether the consumer halves the sides.
-        weights: the values of all convolutions' weights.
-        largest_weight: those of the largest.
-        columns: the most values for a pixel that im2col makes for a convolution.
-        inputs: the channels that the block's convolutions read, the sum of all.
         saved: the channels of the bottlenecks that are saved by request.
         layers: the channels that each layer reads and the width of its bottleneck, of layers that leave it open.
         trains: whether the block's norms have batch statistics.
     """
 
     channels: int
-    outputs: int
+    weights: tuple[torch.Size, ...]
+    consumer_weight: torch.Size | None
     pools: bool
-    weights: int
-    largest_weight: int
-    columns: int
-    inputs: int
     saved: int
     layers: tuple[tuple[int, int], ...]
     trains: bool
@@ -67,60 +61,62 @@ def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
         layers, end = parts_of(block).layers, consumer_parts(consumer)
     except NoPartsError:
         return None
-    weights: list[Any] = [getattr(conv, "weight", None) for layer in layers for conv in layer.convolutions]
-    of_consumer: list[Any] = [] if end is None or end.conv is None else [getattr(end.conv, "weight", None)]
-    known = all(isinstance(each, Tensor) and not is_lazy(each) and each.dim() > 2 for each in (*weights, *of_consumer))
-    if end is None or not weights or not known:
+    convs = [conv for layer in layers for conv in layer.convolutions]
+    weights: list[Any] = [getattr(conv, "weight", None) for conv in convs]
+    if end is not None and end.conv is not None:
+        weights.append(getattr(end.conv, "weight", None))
+    known = all(isinstance(each, Tensor) and not is_lazy(each) and each.dim() > 2 for each in weights)
+    if end is None or not layers or not known:
         return None
-    channels = layers[-1].conv1.weight.shape[1] + weights[-1].shape[0]
+    shapes = [each.shape for each in weights]
     inside = [(each.keep_bottleneck, *each.conv1.weight.shape[:2]) for each in layers if each.norm2 is not None]
     return StageSizes(
-        channels,
-        outputs=of_consumer[0].shape[0] if of_consumer else channels,
+        channels=layers[-1].conv1.weight.shape[1] + layers[-1].last_conv.weight.shape[0],
+        weights=tuple(shapes[: len(convs)]),
+        consumer_weight=None if end.conv is None else shapes[-1],
         pools=end.pools,
-        weights=sum(each.numel() for each in (*weights, *of_consumer)),
-        largest_weight=max(each.numel() for each in weights),
-        columns=max(each[0].numel() for each in weights),
-        inputs=sum(each.shape[1] for each in weights),
         saved=sum(width for keeps, width, _ in inside if keeps),
         layers=tuple((channels, width) for keeps, width, channels in inside if keeps is None),
         trains=not uses_running_statistics(layers[0].norm1),
     )
 
 
-def num_saved(stages: tuple[StageSizes, ...], x: Tensor) -> Sequence[int] | None:
+@lru_cache(maxsize=256)
+def num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int] | None:
     """For each stage how many of its layers, the last ones, save their bottlenecks; None where plain modules hold less.
 
-    The stages are all of a network; x is the input of the first.
+    The stages are all of a network; `shape` is (N, *spatial) of the first block's input, whose values have `itemsize`
+    bytes. All sums below are numbers of values.
     """
-    return _num_saved(stages, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)
-
-
-@lru_cache(maxsize=256)
-def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: int) -> Sequence[int] | None:
-    """`shape` is (N, *spatial) of the first block's input. All sums below are numbers of values."""
     held, spare, all_pixels, peak, shared, saved, scratch_of_plain = 0, [], [], 0, 0, 0, 0
     images, *sides = shape
     accumulated = max(4, itemsize) / itemsize  # gradients of weights are sums in float32 or float64
+    all_weights = 0
     for stage in stages:
         pixels, width = images * math.prod(sides), max((width for _, width in stage.layers), default=0)
         sides = [side // (1 + stage.pools) for side in sides]
-        features, output = pixels * stage.channels, images * math.prod(sides) * stage.outputs
+        last, largest = stage.consumer_weight, max(map(math.prod, stage.weights))
+        features = pixels * stage.channels
+        output = images * math.prod(sides) * (stage.channels if last is None else last[0])
+        weights = sum(map(math.prod, stage.weights)) + math.prod(last or [0])
+        im2col = max(math.prod(shape[1:]) for shape in stage.weights)  # the most values for a pixel
         held += features + pixels * stage.saved
         # X, its gradient, two bottlenecks, the weights' gradients; one layer's packed weight, partial sums and tiles.
-        packed = min(stage.weights // 2, max(3 * stage.largest_weight, SMALL_SCRATCH // itemsize))
-        gradients = (stage.weights + packed) * accumulated
-        tiles = min(stage.columns * min(pixels, TILE_PIXELS), SMALL_SCRATCH // 2 // itemsize)
+        packed = min(weights // 2, max(3 * largest, SMALL_SCRATCH // itemsize))
+        gradients = (weights + packed) * accumulated
+        tiles = min(im2col * min(pixels, TILE_PIXELS), SMALL_SCRATCH // 2 // itemsize)
         shared = max(shared, held + features + output + pixels * width * 2 + gradients + tiles)
-        saved += 2 * (pixels * stage.inputs + features + output)  # each convolution's input and its norm's, of plain
+        # Each convolution's input and its norm's, of plain.
+        saved += 2 * (pixels * sum(shape[1] for shape in stage.weights) + features + output)
         # PyTorch convolves one image, and any number in float64, by im2col.
-        columns = pixels * stage.columns if itemsize == 8 or (images == 1 and itemsize == 4) else 0
-        scratch_of_plain = max(scratch_of_plain, stage.largest_weight + columns)
+        columns = pixels * im2col if itemsize == 8 or (images == 1 and itemsize == 4) else 0
+        scratch_of_plain = max(scratch_of_plain, largest + columns)
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
             peak = held + features + output + pixels * width * 9 // 4
-        scratch = pixels * width * 9 // 2 + 2 * output + 2 * stage.weights * 4 // itemsize
+        scratch = pixels * width * 9 // 2 + 2 * output + 2 * weights * 4 // itemsize
         spare.append(peak - held - features - scratch)
         all_pixels.append(pixels)
+        all_weights += weights
     if shared > saved + scratch_of_plain:
         return None
     counts, full = [0] * len(stages), {0}
@@ -128,7 +124,7 @@ def _num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize:
         return counts
     layers = [(*layer, i) for i, stage in enumerate(stages) for layer in stage.layers]
     bottlenecks = sum(all_pixels[i] * width for _, width, i in layers)
-    if bottlenecks * SMALL_PART <= sum(stage.weights for stage in stages) * accumulated:
+    if bottlenecks * SMALL_PART <= all_weights * accumulated:
         spare, full = [bottlenecks] * len(stages), set[int]()
     for channels, width, i in sorted(layers, reverse=True):  # most multiplications for each value first
         size = all_pixels[i] * width

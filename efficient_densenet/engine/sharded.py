@@ -49,12 +49,7 @@ def why_sharded(module: nn.Module) -> str | None:
 def run_inside(modules: Sequence[nn.Module], function: Callable[[Tensor], Result], x: Tensor) -> Result:
     """`function(x)` inside of a call of each of `modules`."""
     for module in reversed(modules):
-        function = _with_forward(module, function)
+        copied = object.__new__(type(module))  # copy.copy would call the __new__ of a class that fully_shard made
+        copied.__dict__.update(vars(module), forward=function)
+        function = copied
     return function(x)
-
-
-def _with_forward(module: nn.Module, forward: Callable) -> nn.Module:
-    """A shallow copy of a module, with its hooks and tensors, and another forward."""
-    copied = object.__new__(type(module))  # copy.copy would call the __new__ of a class that fully_shard made
-    copied.__dict__.update(vars(module), forward=forward)
-    return copied

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_between, check_choice, check_integer
+from .._dimensions import DIMENSIONS
 from .activations import ActivationFactory
 from .base import DenseModel
 from .budget import MemoryBudget
-from .dimensions import CONVOLUTIONS, modules_for
+from .dimensions import CONVOLUTIONS
 from .features import block_strides, build_features, dilate
 from .layers import DenseBlock
 
@@ -125,7 +126,7 @@ class DenseNet(DenseModel):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """The logits of a last feature map; with `pre_logits`, the classifier's input."""
         self._refuse_backbone("forward_head")
-        x = modules_for(self.dims).adaptive_avg_pool(x, 1)
+        x = DIMENSIONS[self.dims].adaptive_avg_pool(x, 1)
         x = torch.flatten(x, 1)  # FX quantization knows this function, but not the method
         return x if pre_logits else self.classifier(x)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_between, check_integer
-from ..engine import choose
+from ..engine.network import run_sequence
 from .activations import ActivationFactory, activation_factory
 from .base import DenseModel
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
@@ -122,13 +122,9 @@ class FCFeatures(nn.Module):
         x, skipped = self.conv0(x), []
         for i in range(1, self.depth + 1):
             block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
-            if block.can_join_stage:
-                x, features = choose.run_stage_with_features(block, transition, x)
-            else:
-                features = block(x)
-                x = transition(features)
-            skipped.append(features)
-            del features  # so that the upsampling path frees it
+            modules = ("block", block), ("transition", transition)
+            x, outputs = run_sequence(modules, x, lambda module: isinstance(module, DenseBlock), ["block"])
+            skipped.append(outputs.pop("block"))
         x = self.get_submodule(f"denseblock{self.depth + 1}")(x)
         for i in range(self.depth + 1, 2 * self.depth + 1):
             x = self.get_submodule(f"transition{i}")(x, skipped.pop())

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 from .._torch_private import class_before_fully_shard
 from ..engine import choose, layerwise
 from ..engine.layerwise import RunFirstHalf
-from ..engine.parts import (
-    BlockParts,
-    ConsumerParts,
-    LayerParts,
-    NoPartsError,
-    halves,
-    register_block,
-    register_consumer,
-)
+from ..engine.parts import BlockParts, LayerParts, NoPartsError, register_block
 from ..engine.sharded import why_sharded
 from .activations import ActivationFactory, activation_factory
 from .dimensions import NORMS, modules_for
@@ -172,13 +164,4 @@ def _block_parts(block: nn.Module) -> BlockParts:
     return BlockParts(tuple(map(_layer_parts, block.children())), new_features_only=new_features_only)
 
 
-def _transition_parts(module: nn.Module) -> ConsumerParts | None:
-    if list(module._modules) != ["norm", "relu", "conv", "pool"]:
-        return None
-    transition = cast(Transition, module)
-    norm, conv, pool, pools = transition.norm, transition.conv, transition.pool, halves(transition.pool)
-    return ConsumerParts(norm, conv, pools, activations=(transition.relu,), after=None if pools else pool)
-
-
 register_block(DenseBlock, _block_parts)
-register_consumer(Transition, _transition_parts)

@@ -15,10 +15,9 @@ from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients, ImageConv
 from ...kernels.portable import to_pixel_matrix, to_spatial
 from ..operator import BackwardInputs
-from .forward import conv1x1
-from .spec import ConsumerSpec, LayerSpec, NormConv, SavedStage, StageSpec, norm_convs
+from .forward import conv1x1, converted_weights
+from .spec import PER_NORM, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
-from .weights import converted_weights
 
 
 class Backward:
@@ -51,23 +50,20 @@ class Backward:
         for i in reversed(range(len(self.spec.layers))):
             if self._no_grad_needed_through(i):
                 break
-            self._layer(i, self._grad_output(i))
+            grad_output = self._grad_features(i + 1, may_overwrite=True)
+            self._layer(i, as_dtype(grad_output, self.spec.torch_dtype))
         self.grad_bottleneck = self.grad_output = None
         return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
         """Whether neither this layer nor anything before it needs a gradient."""
-        return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_tensors(i).stop])
+        return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_norms[i].stop * PER_NORM])
 
     def _accumulator(self, number: int, overwrite: bool = False) -> GradAccumulator:
         """Where the consumer after norm `number`, a norm of the features, accumulates."""
         grad_accum = self.grad_accum[:, self.spec.norms[number].features]
         needs_grad_weight = self.needs_grads[number].conv_weight
         return GradAccumulator(grad_accum, overwrite, needs_grad_weight, self.statistics.sums(number))
-
-    def _grad_output(self, i: int) -> Tensor:
-        """The gradient of layer i's output, in the dtype of the convolutions."""
-        return as_dtype(self._grad_features(i + 1, may_overwrite=True), self.spec.torch_dtype)
 
     def _grad_features(self, segment: int, may_overwrite: bool = False) -> Tensor:
         """The gradient of a segment of the features, whose consumers are all done.
@@ -176,11 +172,11 @@ class Backward:
 
     def _store(self, number: int, grads: Gradients) -> None:
         """Store the gradients of norm `number`, and of the weight of the convolution after it."""
-        start, tensors, conv_weight = number * len(NormConv._fields), self.tensors[number], grads.conv_weight
+        start, tensors, conv_weight = number * PER_NORM, self.tensors[number], grads.conv_weight
         if conv_weight is not None and conv_weight.dim() != tensors.conv_weight.dim():
             conv_weight = conv_weight.view_as(tensors.conv_weight)
         self.grads[start : start + 3] = grads.norm_weight, grads.norm_bias, conv_weight
 
     def _store_bias(self, number: int, grad: Tensor) -> None:
         """Store the gradient of the bias of the convolution after norm `number`."""
-        self.grads[number * len(NormConv._fields) + 3] = grad
+        self.grads[number * PER_NORM + 3] = grad

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._torch_private import foreach_copy_
 from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
-from ...kernels.interface import AffineInput, Conv1x1, ImageConv, StatisticsOutput
+from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .spec import ConsumerSpec, LayerSpec, StageSpec, norm_convs
+from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
-from .weights import converted_weights
 
 
 class StageInputs(NamedTuple):
@@ -47,7 +47,9 @@ class Forward:
         self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
         self.bottlenecks: list[Tensor] = []
         self.bottleneck: Tensor | None = None
-        self.block_output = self._empty_images(spec.num_output_channels) if spec.returns_features else None
+        self.block_output: Tensor | None = None
+        if spec.returns_features:
+            self.block_output = spec.empty_images(self.x, spec.num_output_channels, self.shape)
 
     def run(self) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both."""
@@ -64,12 +66,6 @@ class Forward:
         computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
         return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
-
-    def _empty_images(self, channels: int) -> Tensor:
-        shape = self.shape[0], channels, *self.shape[1:]
-        return torch.empty(
-            shape, dtype=self.x.dtype, device=self.x.device, memory_format=self.spec.memory_format(self.x)
-        )
 
     def _write(
         self, segment: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
@@ -146,6 +142,31 @@ class Forward:
             output.add_(tensors.conv_bias)
         output = to_spatial(output, shape).contiguous(memory_format=self.spec.consumer_memory_format(self.x))
         return output.detach()  # the caller could not change a view in place
+
+
+def converted_weights(parameters: Sequence[Tensor | None], dtype: torch.dtype, kernels: Kernels) -> list[Tensor | None]:
+    """A stage's parameters, with the convolution weights converted to `dtype`, and those of 3×3 convolutions in the
+    memory format that the kernels read.
+
+    All weights are converted in one launch: on a GPU, a launch takes longer than converting one weight.
+    """
+    tensors, narrowed, weights = list(parameters), [], []
+    weight_places = range(len(parameters))[NormConv._fields.index("conv_weight") :: PER_NORM]
+    for place in weight_places:
+        weight = tensors[place]
+        if weight is not None and weight.dtype is not dtype:
+            tensors[place] = torch.empty_like(weight, dtype=dtype)
+            narrowed.append(tensors[place])
+            weights.append(weight)
+    if weights:
+        foreach_copy_(narrowed, weights)
+    with_taps = {
+        place: weight for place in weight_places if (weight := tensors[place]) is not None and weight.shape[-1] == 3
+    }
+    arranged = kernels.arranged_weights(list(with_taps.values()))
+    for place, weight in zip(with_taps, arranged, strict=True):
+        tensors[place] = weight
+    return tensors
 
 
 def conv1x1(input: AffineInput, weight: Tensor) -> Conv1x1:

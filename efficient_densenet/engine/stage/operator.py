@@ -12,8 +12,8 @@ from ...kernels.portable import to_spatial
 from ..operator import BackwardInputs, EngineNode, Operator
 from .backward import Backward
 from .forward import Forward, StageInputs
-from .second_order import plain_stage
-from .spec import SavedStage, StageSpec, decode, norm_convs
+from .second_order import PlainStage
+from .spec import PER_NORM, SavedStage, StageSpec, decode, norm_convs
 
 
 class SharedStage(EngineNode):
@@ -44,7 +44,7 @@ class StageOperator(Operator):
         """Parameters of a consumer whose output is not in the loss get no gradients."""
         if spec.consumer is None or inputs.grad_outputs[0] is not None:
             return inputs.needs_grad
-        start = 1 + spec.consumer_tensors.start
+        start = 1 + spec.consumer_norm * PER_NORM
         return [needed and i < start for i, needed in enumerate(inputs.needs_grad)]
 
     def input_values(self, spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
@@ -54,16 +54,23 @@ class StageOperator(Operator):
         return to_spatial(values if spec.frozen else (values + saved.statistics[MEAN, columns]).to(values.dtype), shape)
 
     def plain(self, spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
-        return plain_stage(spec, saved, x, *parameters)
+        return PlainStage(spec, saved, parameters).run(x)
 
     def fake_results(self, spec: StageSpec, inputs: StageInputs) -> list[Tensor]:
         x = inputs.x
         shape, dtype = (x.shape[0], *x.shape[2:]), accumulation_dtype(x.dtype)
         pixels, outputs = math.prod(shape), []
         if spec.consumer is not None:
-            outputs.append(_fake_consumer_output(spec, x, inputs.parameters))
+            weight, sides, dtype_of_output = norm_convs(inputs.parameters)[-1].conv_weight, x.shape[2:], x.dtype
+            channels = spec.order.total
+            if weight is not None:
+                dtype_of_output, channels = spec.torch_dtype, weight.shape[0]
+            if spec.consumer.pools:
+                sides = [side // 2 for side in sides]
+            size, memory_format = (x.shape[0], channels, *sides), spec.consumer_memory_format(x)
+            outputs.append(torch.empty(size, dtype=dtype_of_output, device=x.device, memory_format=memory_format))
         if spec.returns_features:
-            outputs.append(_fake_images(spec.memory_format(x), x, spec.num_output_channels, shape, x.dtype))
+            outputs.append(spec.empty_images(x, spec.num_output_channels, shape))
         computed = [x.new_empty(pixels, spec.order.total), x.new_empty(3, spec.num_columns, dtype=dtype)]
         count = [x.new_empty((), dtype=dtype)] if spec.has_count else []
         bottlenecks = [
@@ -74,24 +81,6 @@ class StageOperator(Operator):
     def fake_grad_input(self, spec: StageSpec, shape: Sequence[int], saved: SavedStage) -> Tensor:
         matrix = saved.features.new_empty(saved.features.shape[0], spec.in_channels)
         return matrix.view(*shape, matrix.shape[1]).movedim(-1, 1)
-
-
-def _fake_consumer_output(spec: StageSpec, x: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
-    assert spec.consumer is not None
-    tensors = norm_convs(parameters)[-1]
-    sides, dtype, channels = x.shape[2:], x.dtype, spec.order.total
-    if tensors.conv_weight is not None:
-        dtype, channels = spec.torch_dtype, tensors.conv_weight.shape[0]
-    if spec.consumer.pools:
-        sides = [side // 2 for side in sides]
-    return _fake_images(spec.consumer_memory_format(x), x, channels, (x.shape[0], *sides), dtype)
-
-
-def _fake_images(
-    memory_format: torch.memory_format, x: Tensor, channels: int, shape: Sequence[int], dtype: torch.dtype
-) -> Tensor:
-    size = shape[0], channels, *shape[1:]
-    return torch.empty(size, dtype=dtype, device=x.device, memory_format=memory_format)
 
 
 STAGE = StageOperator().register()

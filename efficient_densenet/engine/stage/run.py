@@ -1,11 +1,15 @@
-"""The plan of a stage, from the modules of a block and its consumer: its specification, and where its tensors are."""
+"""The plan of a stage, from the modules of a block and its consumer: its specification, and where its tensors are.
+
+A model may call a block and the transition after it separately: two stages, the second on the features of the first.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
@@ -14,25 +18,34 @@ from ...kernels.average_pooling import average_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..operator import are_ordinary, run_operator
-from ..parts import BlockParts, ConsumerParts, LayerParts, Place, activation_spec, place_of
+from ..parts import BlockParts, ConsumerParts, Place, activation_spec, place_of
 from ..sharded import run_inside
-from .block_features import remember_features, stored_features
 from .forward import StageInputs
 from .operator import STAGE
 from .running_statistics import NormUpdate, RunningStatistics
-from .spec import ConsumerSpec, LayerSpec, NormConv, StageSpec
+from .spec import PER_NORM, ConsumerSpec, LayerSpec, StageSpec
 
 
-class StageFormats(NamedTuple):
-    """The memory format that x and the outputs have in the plain network, None if that is x's own, and whether the
-    consumer's output stays in channels_last, in which it is computed, since only another stage reads it."""
+class StageRequest(NamedTuple):
+    """What a stage is to return and to save.
 
-    plain: torch.memory_format | None = None
+    Attributes:
+        input_format: the memory format that x and the outputs have in the plain network, None if that is x's own.
+        keeps_channels_last: the consumer's output stays in channels_last, in which it is computed, since only another
+            stage reads it.
+        return_features: it returns the block's output too.
+        num_saved: how many of its layers, the last ones, save their bottlenecks if they leave it open; None where no
+            layer saves any, since there is no backward.
+    """
+
+    input_format: torch.memory_format | None = None
     keeps_channels_last: bool = False
+    return_features: bool = False
+    num_saved: int | None = 0
 
 
-FORMATS_OF_X = StageFormats()
-_NO_TENSOR = Place({"": None}, "")
+USUAL_REQUEST = StageRequest()
+_NO_TENSOR: Place = {"": None}, ""
 
 
 class StagePlan:
@@ -51,11 +64,11 @@ class StagePlan:
         block: BlockParts,
         consumer: ConsumerParts | None,
         x: Tensor,
-        return_features: bool,
-        formats: StageFormats,
+        request: StageRequest,
+        sharded: Sequence[nn.Module] = (),
     ) -> None:
-        self.spec = _read_spec(block, consumer, x, return_features, formats)
-        self.sharded, self.after = block.sharded, None if consumer is None else consumer.after
+        self.spec = _read_spec(block, consumer, x, request)
+        self.sharded, self.after = sharded, None if consumer is None else consumer.after
         units = [unit for layer in block.layers for unit in zip(layer.norms, layer.convolutions, strict=True)]
         units += [] if consumer is None else [(consumer.norm, consumer.conv)]
         self.places: list[Place] = []
@@ -92,7 +105,9 @@ class StagePlan:
     def _run(self, x: Tensor) -> tuple[Tensor, ...]:
         stored = () if self.spec.layers else stored_features(x, self.spec)
         output, *features = self.apply(x, *self.tensors, stored=stored)
-        return (self._finished(output), *features)
+        if self.spec.consumer is not None and self.spec.consumer.pools:
+            output = as_dtype(output, average_pool_dtype(output))
+        return (output if self.after is None else self.after(output), *features)  # by ordinary autograd
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """The outputs before the operations after the consumer's convolution, with `tensors` as the parameters.
@@ -117,7 +132,7 @@ class StagePlan:
         masks, formats = [], [self.spec.memory_format(x)] * len(self.spec.layers)
         with torch.no_grad():
             if not torch.compiler.is_compiling() and are_ordinary(x) and x.device.type != "meta":
-                weights = tensors[2 : self.spec.consumer_tensors.start : len(NormConv._fields)]
+                weights = tensors[2 : self.spec.consumer_norm * PER_NORM : PER_NORM]
                 layouts = tuple((weight.shape, weight.stride()) for weight in weights if weight is not None)
                 flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.get_num_threads()
                 formats = _output_formats(self.spec, x.shape, x.device, layouts, flags)
@@ -127,11 +142,41 @@ class StagePlan:
                 masks.append(dropout(ones.fill_(1), drop_rate) != 0)
         return masks
 
-    def _finished(self, output: Tensor) -> Tensor:
-        """Apply the operations after the consumer's convolution, such as another pooling, with ordinary autograd."""
-        if self.spec.consumer is not None and self.spec.consumer.pools:
-            output = as_dtype(output, average_pool_dtype(output))
-        return output if self.after is None else self.after(output)
+
+class BlockFeatures:
+    """The features of a block without a consumer, and their statistics, as attributes of the block's node.
+
+    A model may call a block and the transition after it separately. The transition then uses the block's features and
+    statistics, which are stored only once. The reference to the features is weak: they live exactly as long as they are
+    saved for the block's backward, and are never packed or copied for the consumer.
+    """
+
+    def __init__(self, spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
+        self.spec, self.version, self.address = spec, output._version, output.data_ptr()
+        self.features, self.statistics = TensorWeakRef(features), statistics
+
+
+def remember_features(spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
+    """Let a consumer of a block's output find the features. Only an ordinary output, with a node, has them."""
+    if spec.consumer is None and not spec.new_features_only and type(output) is Tensor and output.grad_fn is not None:
+        output.grad_fn.block_features = BlockFeatures(spec, output, features, statistics)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stored_features(x: Tensor, spec: StageSpec) -> list[Tensor]:
+    """The stored features of the block whose output is x and, unless the norms are frozen, their statistics.
+
+    The list is empty if x is not a block's output or was changed, if the features do not exist any more, or if the
+    consumer with this specification does not normalize as the layers of the block do.
+    """
+    block = getattr(x.grad_fn, "block_features", None)  # no other node has it, as after an in-place operation
+    if not isinstance(block, BlockFeatures) or spec.has_count:
+        return []
+    if block.version != x._version or block.address != x.data_ptr():  # it was changed, or its `.data` replaced
+        return []
+    features, settings = block.features(), (spec.frozen, spec.eps, spec.sync_group)
+    if features is None or settings != (block.spec.frozen, block.spec.eps, block.spec.sync_group):
+        return []
+    return [features] if spec.frozen else [features, block.statistics[:, : features.shape[1]]]
 
 
 @lru_cache(maxsize=256)
@@ -159,43 +204,42 @@ def _output_formats(
     return formats
 
 
-def _read_spec(
-    block: BlockParts,
-    consumer: ConsumerParts | None,
-    x: Tensor,
-    return_features: bool,
-    formats: StageFormats,
-) -> StageSpec:
+def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, request: StageRequest) -> StageSpec:
+    """The settings. Those of layers are Python's numbers: modules accept NumPy's too, which are equal, but operators do
+    not."""
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
-    group, has_format = sync_group(norm), x.dim() in CHANNELS_LAST
-    keeps_channels_last = formats.keeps_channels_last and has_format and consumer is not None and consumer.after is None
+    group, layers = sync_group(norm), []
+    first_saved = len(block.layers) - (request.num_saved or 0)
+    for i, layer in enumerate(block.layers):
+        norm2, activations = layer.norm2, [activation_spec(layer.activation(norm)) for norm in range(2)]
+        saves = i >= first_saved if layer.keep_bottleneck is None else bool(layer.keep_bottleneck)
+        layers.append(
+            LayerSpec(
+                0 if norm2 is None else layer.conv1.weight.shape[0],
+                int(layer.last_conv.dilation[0]),
+                specialized(float(layer.drop_rate)),
+                norm2 is not None and request.num_saved is not None and saves,
+                norm2 is not None and uses_running_statistics(norm2),
+                0.0 if norm2 is None else specialized(float(eps_of(norm2))),
+                *activations,
+            )
+        )
+    end, keeps_channels_last = None, False
+    if consumer is not None:
+        end = ConsumerSpec(consumer.conv is not None, consumer.pools, activation_spec(consumer.activation))
+        keeps_channels_last = request.keeps_channels_last and consumer.after is None and x.dim() in CHANNELS_LAST
     return StageSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
-        channels_last=(formats.plain or memory_format_of(x)) is not torch.contiguous_format,
+        channels_last=(request.input_format or memory_format_of(x)) is not torch.contiguous_format,
         keeps_channels_last=keeps_channels_last,
         in_channels=norm.weight.shape[0],
         growth_rate=block.layers[0].last_conv.weight.shape[0] if block.layers else 0,
         newest_first=block.newest_first,
         new_features_only=block.new_features_only,
-        return_features=return_features,
+        return_features=request.return_features,
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
-        layers=tuple(map(_read_layer, block.layers)),
-        consumer=None if consumer is None else _read_consumer(consumer),
+        layers=tuple(layers),
+        consumer=end,
     )
-
-
-def _read_consumer(consumer: ConsumerParts) -> ConsumerSpec:
-    return ConsumerSpec(consumer.conv is not None, consumer.pools, activation_spec(consumer.activation))
-
-
-def _read_layer(layer: LayerParts) -> LayerSpec:
-    """Python's numbers: modules accept NumPy's too, which are equal, but operators do not."""
-    norm2, dilation, drop_rate = layer.norm2, int(layer.dilation), specialized(float(layer.drop_rate))
-    activations = activation_spec(layer.activation(0)), activation_spec(layer.activation(1))
-    if norm2 is None:
-        return LayerSpec(0, dilation, drop_rate, False, False, 0.0, *activations)
-    eps, keep_bottleneck = specialized(float(eps_of(norm2))), bool(layer.keep_bottleneck)
-    width = layer.conv1.weight.shape[0]
-    return LayerSpec(width, dilation, drop_rate, keep_bottleneck, uses_running_statistics(norm2), eps, *activations)

@@ -41,7 +41,7 @@ class RunningStatistics:
             if norm.track_running_stats:
                 if not self.calls or self.calls[-1][0] != norm.momentum:  # norms that share a tensor keep their order
                     self.calls.append((norm.momentum, []))
-                self.calls[-1][1].append((vars(norm), (columns.start, columns.stop), bias))
+                self.calls[-1][1].append((norm.__dict__, (columns.start, columns.stop), bias))
 
     def update(self, statistics: Tensor, parameters: Sequence[Tensor | None]) -> None:
         """Update them from rows of batch means and unbiased variances, in a forward that is no recomputation.
@@ -136,6 +136,4 @@ def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) 
     return [rows[i // 2][: tensor.shape[0]] for i, tensor in enumerate(batch)]
 
 
-@torch.library.register_fake("efficient_densenet::update_running_statistics", lib=LIBRARY)
-def _fake_update(*arguments: Any) -> None:
-    pass
+torch.library.register_fake("efficient_densenet::update_running_statistics", lambda *arguments: None, lib=LIBRARY)

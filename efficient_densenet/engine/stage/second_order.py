@@ -23,12 +23,9 @@ def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: 
     return ((x - statistics[MEAN].view(shape)) * scale + bias.view(shape)).to(x.dtype)
 
 
-def plain_stage(spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
+class PlainStage:
     """The outputs of a stage, by functions that autograd can differentiate any number of times."""
-    return _PlainStage(spec, saved, parameters).run(x)
 
-
-class _PlainStage:
     def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
         self.dropout_masks = iter(saved.dropout_masks)

@@ -4,7 +4,7 @@ A compiler, a graph on disk or another process has no modules. The operators tak
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -135,22 +135,36 @@ class StageSpec:
         self.num_outputs = (self.consumer is not None) + self.returns_features
         self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
         self.has_count = self.sync_group is not None and self.updates
-        self.num_columns = 0 if self.frozen else self.order.total
-        self.norms: list[NormSpec] = []
         self.layer_norms: list[slice] = []
         self.sizes: list[tuple[int, int | None, int]] = []
+        frozen: list[bool | None] = []  # None for a norm of the features
+        activations: list[ActivationSpec] = []
         for i, layer in enumerate(self.layers):
-            first = len(self.norms)
-            self._add_norm_of_features(self.channels_read(i))
+            channels, first = self.channels_read(i), len(frozen)
             if layer.width:
-                self._add_norm(None, layer.width, layer.norm2_frozen)
-                self.sizes.append((self.channels_read(i), layer.width, 1))
-            self.sizes.append((layer.width or self.channels_read(i), self.growth_rate, 3))
-            self.layer_norms.append(slice(first, len(self.norms)))
+                self.sizes += [(channels, layer.width, 1), (layer.width, self.growth_rate, 3)]
+                frozen += [None, layer.norm2_frozen]
+                activations += [layer.activation1, layer.activation2]
+            else:
+                self.sizes.append((channels, self.growth_rate, 3))
+                frozen.append(None)
+                activations.append(layer.activation1)
+            self.layer_norms.append(slice(first, len(frozen)))
         if self.consumer is not None:
-            self._add_norm_of_features(self.order.total)
             self.sizes.append((self.order.total, None, 1))
-        self.activations = sorted({each.name for each in self._activations()})
+            frozen.append(None)
+            activations += [self.consumer.activation] if self.consumer.has_conv else []
+        self.activations = sorted({each.name for each in activations})
+        self.norms: list[NormSpec] = []
+        self.num_columns = 0 if self.frozen else self.order.total
+        for (channels, *_), inside in zip(self.sizes, frozen, strict=True):
+            features = self.order.slice(0, channels) if inside is None else None
+            if features is not None and not self.frozen:
+                self.norms.append(NormSpec(features, features, False))
+                continue
+            columns = slice(self.num_columns, self.num_columns + channels)
+            self.norms.append(NormSpec(features, columns, self.frozen if inside is None else inside))
+            self.num_columns = columns.stop
 
     def __hash__(self) -> int:
         """Computed once, not while compilers trace: a specification is a part of the key of each eager run."""
@@ -158,25 +172,10 @@ class StageSpec:
             self._hash = hash(tuple(getattr(self, name) for name in _FIELDS))
         return self._hash
 
-    def _activations(self) -> Iterator[ActivationSpec]:
-        for layer in self.layers:
-            yield layer.activation1
-            if layer.width:
-                yield layer.activation2
-        if self.consumer is not None and self.consumer.has_conv:
-            yield self.consumer.activation
-
-    def _add_norm_of_features(self, channels: int) -> None:
-        features = self.order.slice(0, channels)
-        if self.frozen:
-            self._add_norm(features, channels, frozen=True)
-        else:
-            self.norms.append(NormSpec(features, features, False))
-
-    def _add_norm(self, features: slice | None, channels: int, frozen: bool) -> None:
-        """Add a norm with columns of its own."""
-        start, self.num_columns = self.num_columns, self.num_columns + channels
-        self.norms.append(NormSpec(features, slice(start, self.num_columns), frozen))
+    def empty_images(self, x: Tensor, channels: int, shape: Sequence[int]) -> Tensor:
+        """Uninitialized images like those that the stage returns beside the consumer's; `shape` is (N, *spatial)."""
+        size, memory_format = (shape[0], channels, *shape[1:]), self.memory_format(x)
+        return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
     def memory_format(self, x: Tensor) -> torch.memory_format:
         return CHANNELS_LAST[x.dim()] if self.channels_last else torch.contiguous_format
@@ -197,19 +196,10 @@ class StageSpec:
         """The columns of a segment in the features, and in the matrix of statistics unless their norms are frozen."""
         return self.order.slice(*self.channels_of(segment))
 
-    def layer_tensors(self, i: int) -> slice:
-        """The slice of the stage's parameters that layer i has: four for each norm, as in `NormConv`."""
-        return _tensors(self.layer_norms[i])
-
     @property
     def consumer_norm(self) -> int:
         """The number of the consumer's norm; without a consumer, how many norms there are."""
         return len(self.norms) - (self.consumer is not None)
-
-    @property
-    def consumer_tensors(self) -> slice:
-        """The slice of the stage's parameters that the consumer has."""
-        return _tensors(slice(self.consumer_norm, len(self.norms)))
 
     def why_not_shapes(self, parameters: Sequence[Any], dims: int) -> str | None:
         """Why parameters of these shapes are not those that kernels read by this specification, or None.
@@ -236,12 +226,10 @@ class StageSpec:
     def encoded(self) -> str:
         """The specification as the string that the operators take."""
         if self._encoded is None:
-            self._encoded = self._encode()
+            *settings, layers, consumer = (getattr(self, name) for name in _FIELDS)
+            consumer = None if consumer is None else tuple(consumer)
+            self._encoded = encode(*settings, tuple(map(tuple, layers)), consumer)
         return self._encoded
-
-    def _encode(self) -> str:
-        *settings, layers, consumer = (getattr(self, name) for name in _FIELDS)
-        return encode(*settings, tuple(map(tuple, layers)), None if consumer is None else tuple(consumer))
 
 
 _FIELDS = tuple(field.name for field in fields(StageSpec))
@@ -266,6 +254,10 @@ def _decoded(cls: Any, values: Sequence[Any]) -> Any:
     return cls(*(ActivationSpec(*value) if isinstance(value, list) else value for value in values))
 
 
+PER_NORM = len(NormConv._fields)
+"""A stage's parameters for each norm."""
+
+
 class SavedStage(NamedTuple):
     """The tensors that the backward of a stage reads.
 
@@ -287,9 +279,4 @@ class SavedStage(NamedTuple):
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
     """A stage's parameters, or one value for each of them, grouped by norm."""
-    return list(map(NormConv._make, zip(*[iter(tensors)] * len(NormConv._fields), strict=True)))
-
-
-def _tensors(norms: slice) -> slice:
-    width = len(NormConv._fields)
-    return slice(norms.start * width, norms.stop * width)
+    return [NormConv(*tensors[i : i + PER_NORM]) for i in range(0, len(tensors), PER_NORM)]

@@ -22,24 +22,26 @@ pool, so it chooses the same maximum as they do. Triton's kernels follow PyTorch
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..operator import run_operator
 from ..parts import place_of
-from ..refuse import can_share_stem
 from ..stage.running_statistics import NormUpdate, RunningStatistics
 from .operator import STEM, StemInputs
-from .spec import Stem, output_dtype, read_spec
+from .spec import output_dtype, read_spec
 
-__all__ = ["Stem", "StemPlan", "output_dtype", "stem_at_the_start"]
+__all__ = ["STEM_LENGTH", "StemPlan", "output_dtype"]
+
+STEM_LENGTH = 4
+"""A stem's modules: convolution, norm, activation, max pooling."""
 
 
 class StemPlan:
     """The four modules of a stem as they are run on inputs like `x`; the attributes are those of a `StagePlan`."""
 
-    def __init__(self, stem: Stem, x: Tensor) -> None:
+    def __init__(self, stem: Sequence[Any], x: Tensor) -> None:
         conv, norm, *_ = stem
         self.spec = read_spec(stem, x)
         self.num_channels = conv.weight.shape[0]
@@ -51,17 +53,8 @@ class StemPlan:
 
     def run(self, x: Tensor) -> Tensor:
         """The output of the four modules on `x`."""
-        return self.apply(x, *(values[name] for values, name in self.places[:4]))
-
-    def apply(self, x: Tensor, *parameters: Tensor | None) -> Tensor:
-        """The output with these parameters: the weights and biases of the norm and of the convolution."""
-        running = [values[name] for values, name in self.places[4:]]
+        tensors = [values[name] for values, name in self.places]
+        parameters, running = tensors[:4], tensors[4:]
         output, statistics, *_ = run_operator(STEM, self.spec, StemInputs(x, parameters, running))
         self.statistics.update(statistics, parameters)
         return output
-
-
-def stem_at_the_start(modules: Sequence[nn.Module], x: Tensor) -> StemPlan | None:
-    """The plan of the first four of `modules`, where they are a stem that can run as one node on `x`."""
-    stem = Stem(*cast("Sequence[Any]", modules[:4]))
-    return StemPlan(stem, x) if can_share_stem(*stem, x) else None

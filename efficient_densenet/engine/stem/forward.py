@@ -1,4 +1,4 @@
-"""The forward of a stem: its convolution, then the kernels' statistics, normalization, activation and max pooling."""
+"""The convolution of a stem, and the stem's forward: statistics, normalization, activation and max pooling."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from ...kernels import kernels_for
 from ...kernels.interface import INV_STD, MEAN, VARIANCE, AffineInput, BatchNormAffine, StatisticsOutput
 from ...kernels.row_tiles import slices
 from ...norms.sync_batch_norm import SyncGroup
-from ..refuse import convolved_size
+from ..limits import convolved_size
 from ..stage.statistics import synchronize_statistics
 from .spec import StemSpec
 
@@ -48,6 +48,24 @@ class Convolved:
             values[images] = part
         assert values is not None  # there is a tile
         return values
+
+    def gradients(self, needs_grad_input: bool, needs_grad_weight: bool) -> tuple[Tensor | None, Tensor | None]:
+        """grad_input and grad_weight of the convolution, whose grad_output is in `values`, in its dtype, for as many
+        images at a time as in its forward."""
+        x, tiles, output_mask = self.x, self.image_tiles, [needs_grad_input, needs_grad_weight, False]
+        grad_input = torch.empty_like(x) if needs_grad_input and len(tiles) > 1 else None
+        grad_weight = None
+        for images in tiles:
+            grad_output, part = (as_dtype(each[images], self.conv_dtype) for each in (self.values, x))
+            grad_of_images, partial, _ = self.spec.conv.backward(grad_output, part, self.weight, output_mask)
+            if grad_input is not None and grad_of_images is not None:
+                grad_input[images] = grad_of_images
+            elif grad_of_images is not None:
+                grad_input = as_dtype(grad_of_images, x.dtype)
+            if partial is not None:
+                partial = as_dtype(partial, self.spec.accumulation_dtype)
+                grad_weight = partial if grad_weight is None else grad_weight.add_(partial)
+        return grad_input, grad_weight
 
     def norm_input(self, weight: Tensor, bias: Tensor, statistics: Tensor) -> AffineInput:
         """z with the norm and the activation after it."""

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ..._tensors import memory_format_of
+from ...kernels.interface import Gradients
+from ...norms.sync_batch_norm import SyncGroup
 from ..operator import BackwardInputs, EngineNode, Operator
 from ..stage.second_order import plain_norm
-from .backward import backward
 from .forward import Convolved, forward
 from .spec import StemSpec, decode
 
@@ -51,13 +52,30 @@ class StemOperator(Operator):
         return SavedStem(inputs.x, statistics, count[0] if count else None, inputs.parameters)
 
     def gradients(self, spec: StemSpec, inputs: BackwardInputs) -> Sequence[Tensor | None]:
+        """By the formulas in the package's docstring. The gradient of the convolution's output is written over it."""
         (grad_output,), _, saved, needs_grad = inputs
         norm_weight, norm_bias, weight, bias = saved.parameters
         assert grad_output is not None  # or there would be no backward
         convolved = Convolved(spec, saved.x, weight, bias)
         input = convolved.norm_input(norm_weight, norm_bias, saved.statistics)
-        grad_input, *grads = backward(convolved, grad_output, input, saved.count, needs_grad)
-        return [None if grad_input is None else _like(saved.x, grad_input), *grads]
+        values, kernels, norm = convolved.values, convolved.kernels, input.norm
+        grad_output = grad_output.contiguous(memory_format=memory_format_of(values))  # once, for both kernels
+        indices, grads = kernels.norm_activation_max_pool_reduce(grad_output, input, spec.pool)
+        needs_grad_input, _, _, needs_grad_weight, needs_grad_bias = needs_grad
+        grad_input, grad_weight = None, None
+        if needs_grad_input or needs_grad_weight:
+            sums, count = grads, convolved.count
+            group = SyncGroup.named(spec.sync_group)
+            if group is not None and saved.count is not None:  # the sums over all processes, divided by their count
+                totals = group.sums(grads.norm_weight, grads.norm_bias)
+                sums, count = Gradients(*(total / saved.count for total in totals)), 1
+            kernels.norm_activation_max_pool_backward(grad_output, indices, input, spec.pool, sums, count)
+            grad_input, grad_weight = convolved.gradients(needs_grad_input, needs_grad_weight)
+        if grad_input is not None:  # with the strides of `empty_like(x)`, which the fake implementation returns
+            same_strides = grad_input.stride() == torch.empty_like(saved.x, device="meta").stride()
+            grad_input = grad_input.to(saved.x.dtype) if same_strides else torch.empty_like(saved.x).copy_(grad_input)
+        grad_bias = norm.grad_conv_bias(grads.norm_bias) if needs_grad_bias else None
+        return [grad_input, grads.norm_weight, grads.norm_bias, grad_weight, grad_bias]
 
     def input_values(self, spec: StemSpec, shape: torch.Size, saved: SavedStem) -> Tensor:
         return saved.x
@@ -80,13 +98,6 @@ class StemOperator(Operator):
 
     def fake_grad_input(self, spec: StemSpec, shape: Sequence[int], saved: SavedStem) -> Tensor:
         return torch.empty_like(saved.x)
-
-
-def _like(x: Tensor, grad_input: Tensor) -> Tensor:
-    """x's gradient in its dtype, with the strides of `empty_like(x)`, which the fake implementation returns."""
-    if grad_input.stride() == torch.empty_like(x, device="meta").stride():
-        return grad_input.to(x.dtype)
-    return torch.empty_like(x).copy_(grad_input)
 
 
 STEM = StemOperator().register()

@@ -1,14 +1,12 @@
 """The four modules of a stem, and their settings as they are in the forward."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.pooling import _MaxPoolNd
+from torch import Tensor
 
 from ..._compilers import specialized
 from ..._dimensions import dimensions_of
@@ -17,17 +15,8 @@ from ...kernels.activations import ActivationSpec
 from ...kernels.max_pooling import MaxPool
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..parts import Norm, activation_spec
+from ..parts import activation_spec
 from ..stage.spec import encode
-
-
-class Stem(NamedTuple):
-    """The modules as they stand in a network, each of exactly the usual class."""
-
-    conv: _ConvNd
-    norm: Norm
-    activation: nn.Module
-    pool: _MaxPoolNd
 
 
 class StemSpec(NamedTuple):
@@ -78,21 +67,19 @@ class StemSpec(NamedTuple):
 def decode(text: str) -> StemSpec:
     """The specification whose `encoded` is `text`."""
     *settings, activation, conv, pool = json.loads(text)
-    conv, pool = (map(_hashable, values) for values in (conv, pool))
+    conv, pool = ([tuple(each) if isinstance(each, list) else each for each in values] for values in (conv, pool))
     return StemSpec._make([*settings, ActivationSpec(*activation), Conv._make(conv), MaxPool._make(pool)])
 
 
-def _hashable(setting: Any) -> Any:
-    return tuple(setting) if isinstance(setting, list) else setting
-
-
-def read_spec(stem: Stem, x: Tensor) -> StemSpec:
+def read_spec(stem: Sequence[Any], x: Tensor) -> StemSpec:
     """The settings of the four modules on x as they are now; a backward uses them even if they have changed since."""
     conv, norm, activation, pool = stem
     assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
+    group, dims = sync_group(norm), x.dim() - 2
+    stride, padding, dilation = (_per_dim(each, dims) for each in (conv.stride, conv.padding, conv.dilation))
+    convolution = Conv(stride, padding, dilation, int(conv.groups))
     settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
-    kernel_size, stride, padding, dilation = (_per_dim(setting, x.dim() - 2) for setting in settings)
-    group = sync_group(norm)
+    kernel_size, stride, padding, dilation = (_per_dim(each, dims) for each in settings)
     return StemSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         output_dtype=str(output_dtype(x)).removeprefix("torch."),
@@ -100,7 +87,7 @@ def read_spec(stem: Stem, x: Tensor) -> StemSpec:
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,
         activation=activation_spec(activation),
-        conv=Conv(_integers(conv.stride), _integers(conv.padding), _integers(conv.dilation), int(conv.groups)),
+        conv=convolution,
         pool=MaxPool(kernel_size, stride, padding, dilation, bool(pool.ceil_mode)),
     )
 
@@ -112,14 +99,10 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def _per_dim(setting: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """PyTorch takes one number for all dimensions, alone or in a sequence."""
-    numbers = _integers(setting) if isinstance(setting, (tuple, list)) else (int(cast(int, setting)),)
+    """PyTorch takes one number for all dimensions, alone or in a sequence; NumPy's integers too, but operators do
+    not."""
+    numbers = tuple(map(int, setting if isinstance(setting, (tuple, list)) else [cast(int, setting)]))
     return numbers * dims if len(numbers) == 1 else numbers
-
-
-def _integers(setting: Iterable[int]) -> tuple[int, ...]:
-    """Python's integers: modules accept NumPy's too, but operators do not."""
-    return tuple(map(int, setting))
 
 
 class Conv(NamedTuple):
