@@ -241,6 +241,18 @@ def test_measurements_say_how_old_they_are(page):
             assert says_that_it_is_old or lines <= table.LINES, f"{lines} lines changed since commit {commit}"
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_fit_a_phone(page):
+    """Cells break between words. 500 pixels have about 90 of the site's small letters, and a padding is one."""
+    text = re.sub(r"\]\(.*?\)|[`\[]", "", (ROOT / page).read_text())
+    for rows in re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE):
+        cells = [line[1:-1].split("|") for line in rows.splitlines() if "---" not in line]
+        longest = [
+            max(len(word) for cell in column for word in ["", *cell.split()]) for column in zip(*cells, strict=True)
+        ]
+        assert sum(longest) + 2 * len(longest) <= 90, rows
+
+
 PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)+)", re.MULTILINE)
 """A table of a page, under what it is of: models, each with an optimizer and shapes of batches, separated by ";"."""
 
@@ -264,6 +276,21 @@ def predicted(expressions: str) -> str:
 def test_tables_are_what_is_predicted(page):
     for expression, rows in PREDICTED.findall((ROOT / page).read_text()):
         assert predicted(expression) == rows
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/other-libraries.md"])
+def test_figures_in_sentences_stand_in_a_table(page):
+    shown = [line for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines() if line.startswith("|")]
+    text = prose(page) if page == "README.md" else prose(page).partition("\n## ")[0]
+    for figure in re.findall(r"[\d,]+\sMiB|\d\.\d\d×", text):
+        assert re.sub(r"\s", " ", figure) in "\n".join(shown), figure
+
+
+def test_the_readme_is_one_page_with_the_commands_that_ci_reads():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 140
+    for name in ("train command", "test command"):
+        assert re.search(rf"<!-- {name} -->\n```sh\n(python3 [^\n]*)\n```\n", text), name
 
 
 def test_the_reference_has_every_public_name():

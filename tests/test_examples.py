@@ -5,6 +5,8 @@ Their libraries are an extra of their own, which the first tier does without.
 
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -194,6 +196,28 @@ CHEXPERT = "Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Edema"
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("Image Index,Finding Labels", ["a.png,Mass"], "has the columns Image Index, Finding Labels, but needs"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,maybe"], "line 2: Edema is maybe, but must be 1, 0, -1 or"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,2"], "line 2: Edema is 2, but must be"),
+        (CHEXPERT, ["a.png,F,60,Frontal,AP,,1"], "line 2: no patient is named"),
+        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,1"], "1 of 1 pictures are not in .*, such as patient01/a.png"),
+        (CHEXPERT, ["patient01/b.png,F,60,Frontal,AP,,1"], "has 1 patients, too few to split"),
+    ],
+)
+def test_chest_xray_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    (tmp_path / "patient01").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "patient01" / "b.png")
+    data = table_of(tmp_path, columns, *rows)
+    assert sentence.split(".*")[0] in (found := refuse(monkeypatch, "chest_xray", data, tmp_path / "out")), found
+    assert sentence.split(".*")[-1] in found
+    missing = refuse(monkeypatch, "chest_xray", data, tmp_path / "out", "--labels", "Hernia")
+    assert "lacks the label Hernia" in missing or "needs" in missing
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
 def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, capsys):
     tables, chest_xray = load("xray_tables"), load("chest_xray")
     rows = []
@@ -305,6 +329,37 @@ def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
+def test_what_is_wrong_is_one_sentence_before_a_model_is_built(tmp_path, monkeypatch, capsys):
+    data = write_data("chest_xray", tmp_path)
+
+    def refused(*words: str, csv: Path = data, out: Path = tmp_path / "out") -> str:
+        return refuse(monkeypatch, "chest_xray", csv, out, *words)
+
+    assert "cannot be read as a CSV" in refused(csv=tmp_path)
+    assert "cannot be read as a CSV" in refused(csv=tmp_path / "absent.csv")
+    (tmp_path / "zip.csv").write_bytes(b"PK\x03\x04\xff\xfe")
+    assert "cannot be read as a CSV" in refused(csv=tmp_path / "zip.csv")
+    assert "argument --batch_size: 0 is no whole number of 1 or more" in refused("--batch_size", "0")
+    assert "--image_size: 16 is no whole number of 32 or more" in refused("--image_size", "16")
+    (tmp_path / "file").touch()
+    assert "cannot be written" in refused(out=tmp_path / "file")
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "checkpoint.pt").touch()
+    assert "holds a run: add --resume" in refused(out=run_folder)
+    image = sorted((data.parent / "images").iterdir())[3]
+    pixels = image.read_bytes()
+    image.write_bytes(pixels[:25])
+    assert f"{image} cannot be read" in refused()
+    assert "test_list" in refused("--no_check", "--test_list", str(tmp_path))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        load("chest_xray").main(["--out", "x"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: --data is missing (--help explains each option)\n"
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
 def test_a_file_that_breaks_later_is_named_and_left_out(tmp_path, monkeypatch, capsys):
     data = write_data("chest_xray", tmp_path)
     image = sorted((data.parent / "images").iterdir())[3]
@@ -313,6 +368,31 @@ def test_a_file_that_breaks_later_is_named_and_left_out(tmp_path, monkeypatch, c
     words = "--epochs", "1", "--image_size", "32", "--labels", "Effusion"
     run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
     assert f"1 files could not be read, and were left out:\n  {image}: " in capsys.readouterr().out
+
+
+def test_ctrl_c_says_where_and_how_to_go_on(tmp_path):
+    code = "import sys; sys.argv[0] = 'x'; import chest_xray as p; from common import Run, script\n"
+    code += "def stop(*_): raise KeyboardInterrupt\n"
+    code += "class Half: epoch, steps = 2, 5\nRun.latest = Half\nscript(stop)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+    assert done.stderr.strip().endswith(
+        "stopped in epoch 2 after step 5: continue with --resume, after the last whole epoch"
+    )
+    assert done.returncode == 130
+
+
+@pytest.mark.parametrize("absent", ["pandas", "nibabel", "pytorch_grad_cam"])
+def test_a_package_that_is_not_installed_is_named(absent, tmp_path):
+    hidden = "import importlib.util as u, runpy, sys; find = u.find_spec"
+    hidden += f"; u.find_spec = lambda name: None if name == {absent!r} else find(name)"
+    for name, needs in (("chest_xray", "pandas pytorch_grad_cam"), ("volumes", "pandas nibabel")):
+        code = f"{hidden}; sys.argv = ['{name}.py', '--help']; runpy.run_path('{name}.py', run_name='__main__')"
+        done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, check=False)
+        if absent in needs.split():
+            assert done.stderr == f"error: {absent} is not installed: pip install -e '.[examples]'\n"
+            assert done.returncode == 2
+        else:
+            assert "--resume" in done.stdout, done.stderr
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
@@ -393,6 +473,26 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
 
 
 @pytest.mark.usefixtures("_examples_are_importable")
+@pytest.mark.parametrize(
+    ("columns", "rows", "sentence"),
+    [
+        ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
+        ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
+        ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
+        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz cannot be read (its shape is 4 × 4, but must have three"),
+        ("volume,label", ["bad.nii.gz,1"], "bad.nii.gz cannot be read (File "),
+        ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
+    ],
+)
+def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
+    nibabel = pytest.importorskip("nibabel")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
+    (tmp_path / "bad.nii.gz").write_bytes(b"no volume")
+    assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
 def test_segment_volumes_refuses_folders(tmp_path, monkeypatch):
     import nibabel
 
@@ -462,3 +562,20 @@ def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
     loss_of(logits, masks).backward()
     assert logits.grad[:, :, 2:].abs().max() > 0
     assert logits.grad[:, :, :2].abs().max() == 0
+
+
+@pytest.mark.usefixtures("_examples_are_importable")
+def test_the_interval_of_an_auroc(tmp_path):
+    common = load("common")
+    import torch
+
+    options = common.make_parser("", epochs=1).parse_args(["--out", str(tmp_path)])
+    options.resamples = 200
+    targets = torch.arange(40) % 2
+    scores = targets + torch.randn(40)
+    low, high = common.auroc_interval(scores, targets, np.arange(40), options)
+    assert low < common.auroc(scores, targets) < high
+    wider = common.auroc_interval(scores, targets, np.arange(40) // 8, options)
+    same = common.auroc_interval(scores, torch.zeros(40, dtype=torch.int), np.arange(40), options)
+    assert np.isnan(same).all()
+    assert wider != (low, high)
