@@ -34,7 +34,7 @@ from .verified import VerifiedModule
 
 
 class ConvertedBlock(VerifiedModule):
-    """Mixin: a dense block that an engine runs wherever its own forward would save much memory for backward."""
+    """Mixin: a dense block that an engine runs where its own forward would save large tensors for backward."""
 
     _conversion = Conversion()  # default, for a slice of a converted nn.Sequential
     can_join_stage = True

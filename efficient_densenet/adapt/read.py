@@ -59,7 +59,7 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """A dense block by the parts of its layers; no layers where a registered reader knows them."""
+    """A dense block by the names of its layers' parts; no layers where a registered reader gives `BlockParts`."""
 
     layers: tuple[Layer, ...] = ()
     newest_first: bool = False

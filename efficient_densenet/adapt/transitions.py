@@ -35,7 +35,7 @@ class TransitionConversion(Verified):
 
 
 class ConvertedTransition(VerifiedModule):
-    """Mixin: a transition that the shared engine runs wherever its own forward would save much memory for backward."""
+    """Mixin: a transition that the shared engine runs where its own forward would save large tensors for backward."""
 
     _conversion: TransitionConversion
 

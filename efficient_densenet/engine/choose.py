@@ -1,4 +1,4 @@
-"""Which engine runs a dense block: the engine names, and the only place that chooses between them.
+"""Which engine runs a dense block that is called, and the engines' names; `plan` has the stages of a network.
 
 `efficient=True` leaves the choice to this module, which may fall back: it warns once per reason. An engine requested
 by name runs or raises. In tracing and export every engine runs the plain modules. Without gradients there is no memory
@@ -67,7 +67,7 @@ def parse(efficient: bool | str | None) -> Engine | None:
 
 
 def describe(engine: Engine | None) -> str:
-    """The name to show to a reader."""
+    """The name to show to a user."""
     return engine.value if engine else "best"
 
 

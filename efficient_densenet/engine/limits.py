@@ -1,7 +1,7 @@
 """The limits of the shared engine: reasons why it cannot run modules, or None where it can.
 
-It does not call the modules inside of a layer. So it refuses too what other code has changed about them: hooks, methods
-set on a module, patches of torch's classes and functions, function modes, parametrizations.
+The engine does not call the modules inside of a layer. So what other code has changed about them is a limit too: hooks,
+methods set on a module, patches of torch's classes and functions, function modes, parametrizations.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -207,7 +207,7 @@ def normalize_alike(first: Norm, other: Norm) -> bool:
 def why_not_precision(
     units: Iterable[tuple[Sequence[Norm], Sequence[_ConvNd]]], x: Tensor, casts: bool = False
 ) -> str | None:
-    """`units` are the norms and the convolutions of a layer, a consumer or a stem.
+    """Why the dtypes of `units`, the norms and convolutions of layers, a consumer or a stem, cannot run on x, or None.
 
     Features have the input's dtype, norms this dtype or float32, and convolutions autocast's dtype or the input's."""
     convolutions = compute_dtype(x)

@@ -3,7 +3,7 @@
 They are made when a network is first seen, and kept. A forward looks once, before anything runs, at all that can change
 in the modules: the modules inside and their classes, hooks, attributes that were added (a new forward), every plain
 attribute (training flags, eps, drop rates, …), and the type, dtype and shape of each tensor. Any change drops all plans
-of these modules. Modules with values that may change in place are read in each forward.
+of these modules. Where values may change in place, plans are made anew in each forward.
 """
 
 import weakref
@@ -57,7 +57,7 @@ def has_faster_forward(x: Tensor) -> bool:
 
 
 def plans_of_network(modules: Sequence[nn.Module]) -> Plans | None:
-    """The kept plans of a network whose first modules are these, if its stages may run without calling modules."""
+    """The kept plans of a network of these modules, the first block first; None if its modules are all to be called."""
     return plans_of(modules) if why_not_global_changes() is None else None
 
 
@@ -225,8 +225,8 @@ def forget(model: nn.Module) -> None:
 
 
 def _must_be_read(root: nn.Module) -> bool:
-    """Whether there is a module inside that depends on more than its attributes: on processes, compiled code, values
-    that may change in place, the eps of a class, or what `fully_shard` gathers before a call."""
+    """Whether plans cannot be kept, since a module inside depends on more than its attributes: on processes, compiled
+    code, values that may change in place, the eps of a class, or what `fully_shard` gathers before a call."""
     return any(
         is_synchronized(module)
         or isinstance(module, (torch.jit.ScriptModule, LazyModuleMixin))

@@ -1,4 +1,4 @@
-"""What the best engine saves although nobody asks for it, and where it runs plain modules.
+"""Which bottlenecks `efficient=True` saves by default, and where it runs plain modules.
 
 A step holds most in the backward of the first stage: its features, their gradient and some scratch. What later stages
 have saved is freed by then, and so they may save as much as lies between their own peaks and that of the first stage.

@@ -52,9 +52,8 @@ def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Seq
     key = _Key((settings, types), tensors, addresses)
     entry = _programs.get(key)
     if isinstance(entry, Program):
-        with contextlib.suppress(
-            KeyError
-        ):  # another thread may have removed it: there is no lock that a fork could copy
+        # Another thread may have removed it: there is no lock that a fork could copy.
+        with contextlib.suppress(KeyError):
             _programs.move_to_end(key)
         if not entry.fits(addresses):
             return function()

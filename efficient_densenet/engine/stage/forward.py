@@ -84,7 +84,7 @@ class Forward:
         return self.statistics.input(number, self.tensors[number], activation)
 
     def _layer(self, i: int) -> tuple[Tensor, StatisticsOutput | None, Tensor | None]:
-        """A layer's output, its statistics if a kernel has computed them, and the bias that `write` is to add to it."""
+        """A layer's output, its statistics if a kernel has computed them, and the bias that `_write` is to add."""
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         last, input = self.tensors[norms.stop - 1], self._input(norms.start, layer.activation1)
         if layer.width:

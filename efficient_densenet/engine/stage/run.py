@@ -56,6 +56,7 @@ class StagePlan:
         places: where the parameters of the modules are, four for each norm, as in `NormConv`, then running_mean and
             running_var of each frozen norm.
         sharded: the modules that the stage runs inside of.
+        after: as in `ConsumerParts`.
         dropouts: the layer's number, the function and the rate, for each layer with dropout.
     """
 
@@ -205,8 +206,8 @@ def _output_formats(
 
 
 def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, request: StageRequest) -> StageSpec:
-    """The settings. Those of layers are Python's numbers: modules accept NumPy's too, which are equal, but operators do
-    not."""
+    """The specification of these modules. Settings of layers are Python's numbers: modules accept NumPy's too, which
+    are equal, but operators do not."""
     norm = consumer.norm if consumer is not None and not block.layers else block.layers[0].norm1
     group, layers = sync_group(norm), []
     first_saved = len(block.layers) - (request.num_saved or 0)

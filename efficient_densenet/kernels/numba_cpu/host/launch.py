@@ -17,8 +17,8 @@ from .products import product_of
 
 
 def launch(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any, ...]) -> None:
-    """Launch the kernel for matrices like this one, with its record, `Fields`, which keeps tensors alive until the
-    kernel has finished. On the meta device there is nothing to compute."""
+    """Launch the kernel for matrices like this one. `record` has its arguments (`Fields`) and keeps tensors alive until
+    the kernel has finished. On the meta device there is nothing to compute."""
     if like.is_meta:
         return
     assert kernel.pack is not None  # it is no subroutine
