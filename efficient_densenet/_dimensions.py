@@ -1,7 +1,7 @@
 """PyTorch's classes and functions for signals, images and volumes, by the number of spatial dimensions."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,3 +54,10 @@ def dimensions_of(x: Tensor) -> Dimensions:
 def classes(name: str) -> tuple[type[Any], ...]:
     """The module classes of this name, such as "Conv", for each number of dimensions."""
     return tuple(getattr(dimensions, name) for dimensions in DIMENSIONS.values())
+
+
+def per_dimension(setting: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """PyTorch takes one number for all dimensions, alone or in a sequence; NumPy's integers too, but operators do
+    not."""
+    numbers = tuple(map(int, setting if isinstance(setting, (tuple, list)) else [cast(int, setting)]))
+    return numbers * dims if len(numbers) == 1 else numbers

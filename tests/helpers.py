@@ -201,7 +201,7 @@ def run_stem(modules: Sequence[nn.Module], block: nn.Module, x: Tensor) -> Tenso
     first = list(modules).index(block)
     may_run = choose.may_run_engines(block, x) and choose.may_be_shared(block)
     plans = plan.plans_of_network([*modules[first:], *modules[:first]]) if may_run else None
-    stem = None if plans is None else plan.plan_stem(plans, modules, block, x)
+    stem = None if plans is None else plan.plan_stem(plans, modules, first, x)
     return None if stem is None else stem.run(x)
 
 

@@ -82,12 +82,37 @@ def test_chosen_maps_and_gradients_match_plain(family, maps, out_indices):
     assert with_grad == dict(backbone.named_parameters()).keys()  # parameters without a gradient are removed
 
 
-def test_maps_of_a_transition_whose_pooling_does_not_commute_with_its_convolution():
-    full_model = small_model("imagenet", efficient="shared")
-    full_model.features.transition1.pool = nn.MaxPool2d(2)
-    x = random_images("imagenet", batch=3)
-    actual = features(full_model, maps="normalised_rectified")(x)
-    assert_all_close(actual, _reference_maps(with_engine(full_model, "plain"), x, "normalised_rectified"))
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("pool", nn.MaxPool2d(2)),
+        ("pool", nn.AvgPool1d(2)),
+        ("conv", nn.Conv2d(14, 7, 3, padding=1, bias=False)),
+        ("conv", nn.Conv2d(14, 7, 1, stride=2, bias=False)),
+        ("conv", nn.Sequential(nn.Conv2d(14, 7, 1, bias=False), nn.Tanh())),
+    ],
+    ids=["max", "of signals", "3×3", "stride", "tanh"],
+)
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_maps_of_a_transition_whose_pooling_does_not_commute_with_its_convolution(name, module, is_joined):
+    full_model = DenseNet(4, (2, 1), num_init_features=6, compression=0.5, small_inputs=True, num_classes=3).double()
+    setattr(full_model.features.transition1, name, copy.deepcopy(module).double())
+    full_model.features.transition1.norm.eps = full_model.features.denseblock1.denselayer1.norm1.eps * (
+        1 if is_joined else 100
+    )
+    plain, x = with_engine(full_model, "plain"), torch.randn(3, 3, 9, 8, dtype=torch.double)
+    if isinstance(module, nn.AvgPool1d):
+        for model in (full_model, plain):
+            with pytest.raises(RuntimeError):
+                model(x)
+        return
+    for run in (full_model, features(full_model, maps="normalised_rectified")):
+        compared = plain if run is full_model else features(plain, maps="normalised_rectified")
+        assert_all_close(as_tuple(run(x)), as_tuple(compared(x)))
+
+
+def as_tuple(outputs):
+    return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
 @pytest.mark.parametrize("maps", MAPS)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
-from efficient_densenet import DenseNet, make_efficient
+from efficient_densenet import DenseBlock, DenseNet, make_efficient
+from efficient_densenet.engine.network import run_sequence
 from efficient_densenet.memory import saved_bytes
+from efficient_densenet.models.layers import Transition
 
 pytestmark = pytest.mark.filterwarnings("ignore:falling back:UserWarning", "ignore::FutureWarning")
 SIZE = 3, 3, 33, 35
@@ -590,3 +592,13 @@ def test_replaced_parameters_are_freed():
     reference = weakref.ref(conv.weight)
     conv.weight = nn.Parameter(conv.weight.detach() * 2)
     assert reference() is None
+
+
+def test_a_network_that_begins_with_another_of_its_modules_has_plans_of_its_own():
+    block, transition = DenseBlock(2, 3, 4), Transition(11, 3)
+    stem = [nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    x = torch.randn(2, 3, 16, 16, requires_grad=True)
+    for modules in ([*stem, block, transition], [block, transition, *stem]):
+        named = [(str(i), module) for i, module in enumerate(modules)]
+        output, _ = run_sequence(named, x, lambda module: isinstance(module, DenseBlock))
+        assert_close(output, nn.Sequential(*modules)(x), 1e-5)

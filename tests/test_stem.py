@@ -47,7 +47,14 @@ TAKEN = {
     "a pooling that rounds up": lambda: _with(pool0=nn.MaxPool2d((5, 2), (2, 3), (2, 1), ceil_mode=True)),
     "a pooling with lists": lambda: _with(pool0=nn.MaxPool2d([3, 2], [2], [1, 1], [1, 2])),
     "a dilated pooling": lambda: _with(pool0=nn.MaxPool2d(3, 2, 1, dilation=2)),
+    "settings that are numbers": lambda: _with_settings_that_are_numbers(),
 }
+
+
+def _with_settings_that_are_numbers() -> DenseNet:
+    model = _plain()
+    model.features.conv0.stride, model.features.conv0.padding, model.features.conv0.dilation = 2, 3, 1
+    return model
 
 
 def _parametrized() -> DenseNet:

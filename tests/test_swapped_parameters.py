@@ -5,7 +5,7 @@ import torch
 from checkpoint_outcomes import assert_same_tensors, tensor
 from helpers import small_model
 from torch import Tensor, nn
-from torch.nn.utils import spectral_norm, weight_norm
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 ENGINES = ("official", "checkpoint", True)
 ignore_fallback = pytest.mark.filterwarnings("ignore:falling back:UserWarning", "ignore::FutureWarning")
@@ -51,6 +51,20 @@ def _train(change, engine: bool | str) -> list[Tensor]:
 @pytest.mark.parametrize("change", [_scaled_while_it_runs, weight_norm])
 def test_weights_that_hooks_swap_train_as_in_plain(change, engine):
     assert_same_tensors(_train(change, engine), _train(change, False))
+
+
+@ignore_fallback
+def test_no_plan_runs_a_parametrization():
+    """A spectral norm's vectors change each time that the weight is read in training."""
+    states = []
+    for engine in (True, False):
+        torch.manual_seed(0)
+        model = small_model("bc", efficient=engine)
+        parametrizations.spectral_norm(model.features.transition1.conv)
+        for _ in range(3):
+            model(tensor(2, 3, 9, 7)).square().sum().backward()
+        states.append([*model.buffers(), *(parameter.grad for parameter in model.parameters())])
+    assert_same_tensors(*states)
 
 
 @ignore_fallback

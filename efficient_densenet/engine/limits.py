@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules.conv import _ConvNd
 
 from .._compilers import constant_to_compilers
-from .._dimensions import DIMENSIONS, classes
+from .._dimensions import DIMENSIONS, classes, per_dimension
 from .._tensors import autocast_enabled, compute_dtype
 from .._torch_private import (
     functorch_is_active,
@@ -125,7 +125,7 @@ def why_not_layers(
             *(_why_not_inside(module, sharded) for module in layer.module.modules()),
             *(_why_not_norm(norm, dims) for norm in layer.norms),
             *map(_why_not_activation, layer.activations),
-            *(_why_not_conv(conv, dims, size) for conv, size in zip(layer.convolutions, sizes, strict=True)),
+            *(why_not_conv(conv, dims, size) for conv, size in zip(layer.convolutions, sizes, strict=True)),
         )
         if reason is not None:
             return reason
@@ -162,7 +162,7 @@ def consumer_of(
         return None
     if _first(_why_not_norm(norm, dims), *map(_why_not_activation, parts.activations)) is not None:
         return None
-    if conv is not None and _why_not_conv(conv, dims, 1) is not None:
+    if conv is not None and why_not_conv(conv, dims, 1) is not None:
         return None
     if _why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) is not None:
         return None
@@ -184,7 +184,8 @@ def can_share_stem(modules: Sequence[Any], x: Tensor) -> bool:
     shape, biases = conv.weight.shape, [norm.bias, *([] if conv.bias is None else [conv.bias])]
     if len(shape) != x.dim() or shape[1] * conv.groups != x.shape[1] or any(each.shape != shape[:1] for each in biases):
         return False
-    size = convolved_size(x.shape[2:], shape[2:], conv.stride, conv.padding, conv.dilation)
+    settings = (per_dimension(each, dims) for each in (conv.stride, conv.padding, conv.dilation))
+    size = convolved_size(x.shape[2:], shape[2:], *settings)
     if min(size) < 1 or _why_norm_raises(norm, x.shape[0] * size.numel()) is not None:
         return False
     return why_not_precision([([norm], [conv])], x) is None
@@ -288,7 +289,7 @@ def _why_not_activation(activation: nn.Module) -> str | None:
     return f"found a {name} inside a layer, which is no activation of the shared engine"
 
 
-def _why_not_conv(conv: _ConvNd, dims: int, kernel_size: int) -> str | None:
+def why_not_conv(conv: _ConvNd, dims: int, kernel_size: int) -> str | None:
     """Why `conv` is not a DenseNet's convolution, which keeps the spatial size and may have a bias."""
     if type(conv) is not DIMENSIONS[dims].Conv:
         return _wrong_class(conv, DIMENSIONS[dims].Conv)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._tensors import formatted, memory_format_of
 from . import choose, layerwise, plan
-from .limits import must_be_called
+from .limits import must_be_called, why_not_conv
 from .parts import halves
 from .stage.run import StageRequest
 from .stem import STEM_LENGTH
@@ -38,11 +38,12 @@ def run_sequence(
     outputs: dict[str, Tensor] = {}
     plans = None
     if blocks and isinstance(x, Tensor) and choose.may_run_engines(modules[first], x):
+        # The first block keeps the plans, which go with it.
         plans = plan.plans_of_network([*modules[first:], *modules[:first]])
     position, saved = 0, [0] * len(modules)
     input_format: torch.memory_format | None = None  # that of x in the plain network, if a stage has kept channels_last
     if plans is not None and choose.may_be_shared(modules[first]) and set(taps).isdisjoint(names[:3]):
-        stem = plan.plan_stem(plans, modules, modules[first], x)
+        stem = plan.plan_stem(plans, modules, first, x)
         if stem is not None:
             x, position = stem.run(x), STEM_LENGTH
 
@@ -107,8 +108,15 @@ def _run_with_rectified(
     norm, relu, *rest = transition
     x, _ = run_sequence([("block", block), ("norm", norm), ("relu", relu)], x, is_block)
     rectified = x
-    if choose.may_be_shared(block) and len(rest) == 2 and halves(rest[1]) and not any(map(must_be_called, rest)):
-        rest.reverse()  # average pooling commutes with the 1×1 convolution, and leaves it a quarter of the pixels
+    if choose.may_be_shared(block) and len(rest) == 2 and _commute(*rest):
+        rest.reverse()  # which leaves the convolution a quarter of the pixels
     for module in rest:
         x = module(x)
     return x, rectified
+
+
+def _commute(conv: Any, pool: nn.Module) -> bool:
+    """Whether a convolution and the average pooling after it may run the other way around."""
+    if must_be_called(conv) or must_be_called(pool) or not halves(pool, conv):
+        return False
+    return why_not_conv(conv, conv.weight.dim() - 2, 1) is None

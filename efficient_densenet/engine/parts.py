@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._compilers import constant_to_compilers
-from .._dimensions import classes
+from .._dimensions import DIMENSIONS
 from .._mixins import original_class
 from .._torch_private import class_before_fully_shard
 from ..kernels.activations import RELU_SPEC, ActivationSpec, spec_of
@@ -118,7 +118,7 @@ NORMS: tuple[type[nn.Module], ...] = (*TORCH_CLASSES, *TORCH_CLASSES.values())
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
-_AVG_POOLS = classes("AvgPool")
+_AVG_POOLS = {each.Conv: each.AvgPool for each in DIMENSIONS.values()}
 _BLOCKS: dict[type[nn.Module], Callable[[Any], BlockParts]] = {}
 
 
@@ -190,7 +190,7 @@ def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     if not (activations and isinstance(conv, _ConvNd)):
         return ConsumerParts(norm, after=composed(*activations, *rest))
     rest = rest[1:]
-    pools = len(rest) > 0 and halves(rest[0])
+    pools = len(rest) > 0 and halves(rest[0], conv)
     return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
 
@@ -249,9 +249,10 @@ def place_of(module: Any, name: str) -> Place:
     return module._parameters, name
 
 
-def halves(pool: Any) -> bool:
-    """Whether `pool` is average pooling with kernel size and stride 2 in every dimension and without padding."""
-    if type(pool) not in _AVG_POOLS or pool.ceil_mode:
+def halves(pool: Any, conv: nn.Module) -> bool:
+    """Whether `pool` is average pooling of as many dimensions as the convolution `conv` has, with kernel size and
+    stride 2 in each and without padding."""
+    if type(pool) is not _AVG_POOLS.get(type(conv)) or pool.ceil_mode:
         return False
     sizes = {*_as_tuple(pool.kernel_size), *_as_tuple(pool.stride)}
     return sizes == {2} and set(_as_tuple(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)

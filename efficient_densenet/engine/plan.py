@@ -94,13 +94,13 @@ def plan_alone(
     return _kept(plans, (block is None, *request), x, make_plan, block, consumer, request)
 
 
-def plan_stem(plans: Plans, modules: Sequence[nn.Module], block: EngineBlock, x: Tensor) -> StemPlan | None:
+def plan_stem(plans: Plans, modules: Sequence[Any], first: int, x: Tensor) -> StemPlan | None:
     """The plan with which the first four of `modules` run as one node on x; None where they are to be called: they are
-    no such stem, or another engine runs `block` after them."""
+    no such stem, or another engine runs the first block, at position `first`."""
     if len(modules) < STEM_LENGTH:
         return None
     stem = modules[:STEM_LENGTH]
-    plan = _kept(plans, ("stem", *x.shape), x, _stem_before, block, stem)
+    plan = _kept(plans, ("stem", first, *x.shape), x, _stem_before, modules[first], stem)
     return plan if plan is not None and needs_grad(x, *stem) else None
 
 
@@ -123,14 +123,15 @@ def num_saved(plans: Plans, modules: Sequence[Any], x: Tensor) -> Sequence[int] 
     none = [0] * len(modules)
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return none  # without a gradient of x the first stage has all gradients, and so the peak
-    if ("sizes",) not in plans:
+    key = "sizes", len(modules)
+    if key not in plans:
         blocks, consumers, sizes = modules[::2], modules[1::2], [None]
         if len(blocks) == len(consumers) and all(is_engine_block(each) and each.engine is None for each in blocks):
             sizes = [saving.stage_sizes(*each) for each in zip(blocks, consumers, strict=True)]
         # Each process of a sync group has sizes of its own, but must take part in the same collective operations.
         cannot_be_plain = (must_be_called(block) or any(map(is_synchronized, block.modules())) for block in blocks)
-        plans["sizes",] = None if None in sizes else tuple(sizes), not any(cannot_be_plain)
-    sizes, may_be_plain = plans["sizes",]
+        plans[key] = None if None in sizes else tuple(sizes), not any(cannot_be_plain)
+    sizes, may_be_plain = plans[key]
     if sizes is None:
         return none
     counts = saving.num_saved(sizes, (x.shape[0], *x.shape[2:]), compute_dtype(x).itemsize)

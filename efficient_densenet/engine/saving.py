@@ -62,9 +62,10 @@ def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
     except NoPartsError:
         return None
     convs = [conv for layer in layers for conv in layer.convolutions]
-    weights: list[Any] = [getattr(conv, "weight", None) for conv in convs]
+    # A parametrized weight is none of these: to read it would compute it.
+    weights: list[Any] = [conv._parameters.get("weight") for conv in convs]
     if end is not None and end.conv is not None:
-        weights.append(getattr(end.conv, "weight", None))
+        weights.append(end.conv._parameters.get("weight"))
     known = all(isinstance(each, Tensor) and not is_lazy(each) and each.dim() > 2 for each in weights)
     if end is None or not layers or not known:
         return None
@@ -108,9 +109,10 @@ def num_saved(stages: tuple[StageSizes, ...], shape: tuple[int, ...], itemsize: 
         shared = max(shared, held + features + output + pixels * width * 2 + gradients + tiles)
         # Each convolution's input and its norm's, of plain.
         saved += 2 * (pixels * sum(shape[1] for shape in stage.weights) + features + output)
-        # PyTorch convolves one image, and any number in float64, by im2col.
-        columns = pixels * im2col if itemsize == 8 or (images == 1 and itemsize == 4) else 0
-        scratch_of_plain = max(scratch_of_plain, largest + columns)
+        # PyTorch convolves one image, and any number in float64, by im2col; in half precision grad_input is in float32.
+        by_im2col = itemsize == 8 or (images == 1 and itemsize == 4)
+        in_float32 = 2 * max(shape[1] for shape in stage.weights) if itemsize == 2 else 0
+        scratch_of_plain = max(scratch_of_plain, largest + pixels * (im2col if by_im2col else in_float32))
         if not peak:  # X, its gradient, the output's gradient and 2¼ bottlenecks
             peak = held + features + output + pixels * width * 9 // 4
         scratch = pixels * width * 9 // 2 + 2 * output + 2 * weights * 4 // itemsize

@@ -3,13 +3,13 @@
 import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._compilers import specialized
-from ..._dimensions import dimensions_of
+from ..._dimensions import dimensions_of, per_dimension
 from ..._tensors import accumulation_dtype, compute_dtype
 from ...kernels.activations import ActivationSpec
 from ...kernels.max_pooling import MaxPool
@@ -76,10 +76,10 @@ def read_spec(stem: Sequence[Any], x: Tensor) -> StemSpec:
     conv, norm, activation, pool = stem
     assert not isinstance(conv.padding, str)  # `can_share_stem` refuses it
     group, dims = sync_group(norm), x.dim() - 2
-    stride, padding, dilation = (_per_dim(each, dims) for each in (conv.stride, conv.padding, conv.dilation))
+    stride, padding, dilation = (per_dimension(each, dims) for each in (conv.stride, conv.padding, conv.dilation))
     convolution = Conv(stride, padding, dilation, int(conv.groups))
     settings = pool.kernel_size, pool.stride, pool.padding, pool.dilation
-    kernel_size, stride, padding, dilation = (_per_dim(each, dims) for each in settings)
+    kernel_size, stride, padding, dilation = (per_dimension(each, dims) for each in settings)
     return StemSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),
         output_dtype=str(output_dtype(x)).removeprefix("torch."),
@@ -96,13 +96,6 @@ def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the stem's output: the convolution's, unless autocast changes it for the pooling (volumes on a
     CPU)."""
     return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
-
-
-def _per_dim(setting: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """PyTorch takes one number for all dimensions, alone or in a sequence; NumPy's integers too, but operators do
-    not."""
-    numbers = tuple(map(int, setting if isinstance(setting, (tuple, list)) else [cast(int, setting)]))
-    return numbers * dims if len(numbers) == 1 else numbers
 
 
 class Conv(NamedTuple):
