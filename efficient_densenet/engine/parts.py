@@ -118,7 +118,7 @@ NORMS: tuple[type[nn.Module], ...] = (*TORCH_CLASSES, *TORCH_CLASSES.values())
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
-_AVG_POOLS = {each.Conv: each.AvgPool for each in DIMENSIONS.values()}
+_AVG_POOLS: dict[Any, Any] = {each.Conv: each.AvgPool for each in DIMENSIONS.values()}
 _BLOCKS: dict[type[nn.Module], Callable[[Any], BlockParts]] = {}
 
 
