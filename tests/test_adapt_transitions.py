@@ -18,7 +18,8 @@ from third_party_models import (
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient, restore
-from efficient_densenet.adapt.transitions import ConvertedTransition
+from efficient_densenet._dimensions import DIMENSIONS
+from efficient_densenet.adapt.transitions import ConvertedTransition, convert_transition
 
 WIDTH = START + 2 * GROWTH
 
@@ -71,6 +72,14 @@ def _images() -> Tensor:
 
 
 TRANSITIONS = [FunctionalTransition, MaxPooling, TransitionDown, WithoutPooling]
+
+
+@pytest.mark.parametrize("pool", ["AvgPool", "MaxPool"])
+@pytest.mark.parametrize("dims", DIMENSIONS)
+def test_transitions_of_signals_images_and_volumes_are_found(dims, pool):
+    of_dims = DIMENSIONS[dims]
+    pooling = getattr(of_dims, pool)(2)
+    assert convert_transition(nn.Sequential(of_dims.BatchNorm(6), nn.ReLU(), of_dims.Conv(6, 3, 1), pooling))
 
 
 @pytest.mark.parametrize(*grid(transition=TRANSITIONS, skips=[False, True], strength=1))

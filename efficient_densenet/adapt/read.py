@@ -137,6 +137,9 @@ def _read_transition(module: nn.Module, table: Table, trace: Trace) -> Transitio
     while e not in reader.calls:
         dropout, before = reader.dropout(e)
         name, args = table.nodes[e]
+        if name in ("squeeze", "unsqueeze"):  # PyTorch pools signals as images of one row
+            e = args[0]
+            continue
         pool = next((each for each in POOLS if each in name), None)
         if dropout is None and pool is None:
             raise NoPartsError(f"found {name} after its convolution")

@@ -108,7 +108,8 @@ def _run_with_rectified(
     norm, relu, *rest = transition
     x, _ = run_sequence([("block", block), ("norm", norm), ("relu", relu)], x, is_block)
     rectified = x
-    if choose.may_be_shared(block) and len(rest) == 2 and _commute(*rest):
+    may_reverse = choose.may_be_shared(block) and choose.may_run_engines(block, x)
+    if may_reverse and len(rest) == 2 and _commute(*rest):
         rest.reverse()  # which leaves the convolution a quarter of the pixels
     for module in rest:
         x = module(x)
