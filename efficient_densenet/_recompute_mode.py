@@ -3,26 +3,37 @@
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 
 class _ThreadState(threading.local):
-    """`is_selective` is True inside a context of a `context_fn`, whose dispatch mode may count operations."""
-
-    in_forward = in_recomputation = is_selective = is_disabled = False
+    in_forward = in_recomputation = is_disabled = False
 
 
 state = _ThreadState()
 
 
 @contextmanager
-def state_with(**changes: bool) -> Iterator[None]:
-    """Return a context in which attributes of `state` have other values."""
-    before = {name: getattr(state, name) for name in changes}
-    vars(state).update(changes)
+def with_attributes(changes: dict[Any, dict[str, Any]]) -> Iterator[None]:
+    """Return a context in which attributes of objects have other values."""
+    changed = [
+        (owner, name, getattr(owner, name), value)
+        for owner, new in changes.items()
+        for name, value in new.items()
+        if getattr(owner, name) is not value
+    ]
+    for owner, name, _, value in changed:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        vars(state).update(before)
+        for owner, name, value, _ in changed:
+            setattr(owner, name, value)
+
+
+def state_with(**changes: bool) -> AbstractContextManager:
+    """Return a context in which attributes of `state` have other values."""
+    return with_attributes({state: changes})
 
 
 def is_checkpointing() -> bool:

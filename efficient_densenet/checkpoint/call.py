@@ -1,11 +1,11 @@
-"""`checkpoint`: `torch.utils.checkpoint` in which batch norms update once, forward hooks fire once, and modules are
-recomputed in the training mode of the forward."""
+"""`checkpoint`: `torch.utils.checkpoint` in which batch norms update once, and modules are recomputed in the training
+mode of the forward."""
 
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
-from .._recompute_mode import state, state_with
+from .._recompute_mode import state, state_with, with_attributes
 from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import UpdatesOnce, update_once
-from .hooks import fire_once, may_stop_early
 
 ALREADY_OFFLOADED = "cpu", "meta"
 """The types of devices whose tensors are saved as they are: copies would miss changes in place."""
@@ -45,7 +44,7 @@ def checkpoint(
     """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; all other tensors are recomputed.
 
     This is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, in which batch norms update their running
-    statistics once, forward hooks fire once, and modules are recomputed in the training mode of the forward.
+    statistics once, and modules are recomputed in the training mode of the forward.
 
     Args:
         function: a module, a method of a module, or any callable that computes the same result in each call.
@@ -99,27 +98,24 @@ def checkpoint_call(
     if has_no_sizes or not saved_tensors_hooks_enabled():
         return function(*args, **kwargs)
     for module in modules:
-        fire_once(module)
         update_once(module)
     owner: Any = getattr(function, "__self__", None)
     if isinstance(owner, UpdatesOnce) and function == super(UpdatesOnce, owner).forward:
         function = MethodType(UpdatesOnce.forward, owner)  # it was bound before the norm was under the rule
     states = {module: {"training": module.training} | _buffers_that_are_read(module) for module in modules}
-    is_selective, is_forward = state.is_selective or "context_fn" in options, True
-    parameters: list[dict[str, Any]] = []
+    parameters: list[dict[str, Any]] | None = None
 
     def run(*leaves: Any) -> Any:
-        nonlocal is_forward
+        nonlocal parameters
         args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
-        if is_forward:
-            is_forward = False
-            with state_with(in_forward=True, is_selective=is_selective):
+        if parameters is None:
+            with state_with(in_forward=True):
                 result = function(*args, **kwargs)
-            parameters.extend(module._parameters.copy() for module in modules)
+            parameters = [module._parameters.copy() for module in modules]
             return result
         _check_parameters(modules, parameters)
         # A backward inside `disable_checkpointing` checkpoints what the forward did.
-        with state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective), _with_attributes(states):
+        with state_with(in_recomputation=True, is_disabled=False), with_attributes(states):
             return function(*args, **kwargs)
 
     # The hooks of an outer checkpoint save the tensors of an inner one.
@@ -129,6 +125,14 @@ def checkpoint_call(
     stops_early = early_stop and may_stop_early(modules)
     with offloading, nullcontext() if stops_early else set_checkpoint_early_stop(False):
         return torch_checkpoint(run, *leaves, use_reentrant=False, **options)
+
+
+def may_stop_early(modules: Iterable[nn.Module]) -> bool:
+    """Return False if a recomputation has to run to its end, for a forward hook that may undo what a pre-hook changed.
+
+    FSDP's hooks handle recomputations that end early.
+    """
+    return not any(module._forward_hooks and not is_managed_by_fsdp(module) for module in modules)
 
 
 def _check_parameters(modules: Sequence[nn.Module], parameters: Sequence[dict[str, Any]]) -> None:
@@ -156,23 +160,6 @@ def _buffers_that_are_read(module: nn.Module) -> dict[str, Any]:
     return {"_buffers": {name: each if each is None else each.clone() for name, each in module._buffers.items()}}
 
 
-@contextmanager
-def _with_attributes(changes: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
-    changed = [
-        (module, name, getattr(module, name), value)
-        for module, new in changes.items()
-        for name, value in new.items()
-        if getattr(module, name) is not value
-    ]
-    for module, name, _, value in changed:
-        setattr(module, name, value)
-    try:
-        yield
-    finally:
-        for module, name, value, _ in changed:
-            setattr(module, name, value)
-
-
 def _modules_of(function: Callable, values: Iterable[Any]) -> list[Any]:
     """The modules among `values`, and the one that `function` is or belongs to, or those that it references directly or
     not: by closure, default, global or attribute; all with their submodules, each once."""
@@ -182,20 +169,17 @@ def _modules_of(function: Callable, values: Iterable[Any]) -> list[Any]:
     referenced = [] if isinstance(owner, nn.Module) else [function]
     for _ in range(8):
         new = {id(value): value for value in referenced if id(value) not in seen}
-        referenced, seen = list(new.values()), seen | new
-        found += (value for value in referenced if isinstance(value, nn.Module))
-        referenced = [each for value in referenced for each in _references_of(value)]
+        referenced, seen = list[Any](), seen | new
+        for value in new.values():
+            if isinstance(value, nn.Module):
+                found.append(value)
+            elif isinstance(value, FunctionType):
+                named = (value.__globals__.get(name) for name in value.__code__.co_names)
+                referenced += [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *named]
+            elif not isinstance(value, (type, ModuleType, Tensor)):
+                referents = [*gc.get_referents(value), vars(type(value)).get("__call__")]
+                referenced += () if len(referents) > 1000 else referents  # many are data
     return list(dict.fromkeys(module for each in found for module in each.modules()))
-
-
-def _references_of(value: Any) -> Sequence[Any]:
-    if isinstance(value, (nn.Module, type, ModuleType, Tensor)):
-        return ()
-    if isinstance(value, FunctionType):
-        global_values = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
-        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__, *global_values]
-    referents = [*gc.get_referents(value), vars(type(value)).get("__call__")]
-    return () if len(referents) > 1000 else referents  # many are data
 
 
 def checkpoint_sequential(

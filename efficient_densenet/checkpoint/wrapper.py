@@ -9,7 +9,6 @@ from .._checks import check_module
 from .._mixins import ModuleMixin, add_mixin, remove_mixin
 from ..norms.batch_norm import undo_update_once, update_once
 from .call import ContextFn, checkpoint_call
-from .hooks import undo_fire_once
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -51,7 +50,6 @@ def unwrap(module: Module) -> Module:
         converted_norms = module._converted_norms
         remove_mixin(module, CheckpointedForward)
         for name, submodule in module.named_modules():
-            undo_fire_once(submodule)
             if name in converted_norms:
                 undo_update_once(submodule)
         del module._checkpoint_options, module._converted_norms

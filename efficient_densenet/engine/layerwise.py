@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from .._torch_private import parametrization_cache_enabled
-from ..checkpoint.call import checkpoint_call
-from ..checkpoint.hooks import may_stop_early
+from ..checkpoint.call import checkpoint_call, may_stop_early
 from ..norms.batch_norm import update_once
 from .limits import function_mode
 
