@@ -6,243 +6,156 @@ layouts, and compares nothing again.
 """
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+import inspect
+import math
+import re
+import typing
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._tensors import accumulation_dtype, memory_format_of
-from .interface import (
-    AffineInput,
-    BatchNormAffine,
-    BatchNormBackward,
-    Conv1x1,
-    GradAccumulator,
-    Gradients,
-    ImageConv,
-    StatisticsOutput,
-)
+from . import interface
 from .max_pooling import MaxPool
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+_TABLE = """
+BatchNormAffine[T channels]: weight[? channels] bias[? channels] inv_std[T+ channels] mean[T+ channels]
+AffineInput[T rows channels *sides]: values[T rows channels *sides] norm[T channels]
+GradAccumulator[T rows channels]: grad_accum[T rows channels]! sums[T+ 2 channels]!
+Gradients[channels]: norm_weight[? channels] norm_bias[? channels]
+StatisticsOutput[T channels]: matrix[T+ 3 channels]!
+BatchNormBackward[T rows channels]: values[T rows channels] grad_accum[T rows channels]?
+    inv_std[T+ channels] mean[T+ channels] sums[T+ 2 channels]!
+Conv1x1[T rows channels W out]: input[T rows channels] weight[W out channels] output[W rows out]!!
+ImageConv[T rows channels W out]: input[T rows channels] weight[W out channels *taps]
+
+batch_statistics: values[T rows channels] statistics[T channels]
+center: output[T rows channels]! mean[T+ channels] values[? rows channels]
+batch_norm_grad_input: grad[T rows channels] previous[T rows channels]!
+affine_forward: input[T rows channels]
+affine_backward: input[T rows channels] grad_output[? rows channels] accumulator[T rows channels]
+conv1x1_forward: conv[T rows channels W out] statistics[W out]
+conv1x1_backward: input[T rows channels] weight[W out channels] grad_output[W rows out] accumulator[T rows channels]
+    next_bottleneck[T rows next_channels W next_out]
+conv3x3_forward: conv[T rows channels W out] statistics[W out]
+conv3x3_backward: conv[T rows channels W out] grad_output[W rows out] accumulator[T rows channels]
+pooled_conv1x1_forward: conv[T rows channels W out]
+pooled_conv1x1_backward: conv[T rows channels W out] grad_output[W pooled_rows out] accumulator[T rows channels]
+image_statistics: values[T images channels *sides] statistics[T channels]
+norm_activation_max_pool: input[T images channels *sides]
+norm_activation_max_pool_reduce: input[T images channels *sides] grad_output[? images channels *pooled_sides]
+norm_activation_max_pool_backward: input[T images channels *sides] grad_output[? images channels *pooled_sides]
+    indices[? images channels *pooled_sides] sums[channels]
+"""
+"""The dtype and the shape of each tensor, by names: the first tensor that has a name decides, the others must agree.
+
+`T+` is the accumulation dtype of T, `?` is any. A size `next_x` is at most x; a name with a star is several sizes. For
+an argument that consists of several tensors stand the names that its class uses, in their order. A kernel writes into
+what is marked with `!`, whose rows are contiguous and do not overlap; with `!!`, which is contiguous; and with `?` if
+it `may_overwrite`. Images are contiguous in a memory format that all of them have.
+"""
+
+_ROWS = {
+    name: (names.split(), re.findall(r"(\w+)\[(.*?)\](!*|\?)", tensors))
+    for name, names, tensors in re.findall(r"^(\w+)(?:\[(.*?)\])?: (.*(?:\n    .*)*)", _TABLE, re.MULTILINE)
+}
+"""For each class and each operation the names that it uses, and its rows' tensors."""
+
 
 def checked(operation: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The operation of a set of kernels, which raises ValueError where its arguments do not fit one another."""
-    check = _CHECKS[operation.__name__]
+    name, parameters = operation.__name__, [*inspect.signature(operation).parameters]
+    hints = typing.get_type_hints(getattr(interface.Kernels, name))
+    tensors = [each for path, *row in _ROWS[name][1] for each in _described(path, hints[path], *row)]
+    taps = [3, 3, 3] if "conv3x3" in name else []
 
     @functools.wraps(operation)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        check(*args, **kwargs)
+        _check(tensors, dict(zip(parameters, args, strict=False)) | kwargs, taps)
         return operation(*args, **kwargs)
 
     return run
 
 
-def _batch_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
-    _statistics(statistics, _sizes("values", values)[1], accumulation_dtype(values.dtype))
+class _Described(NamedTuple):
+    """A tensor in the arguments: its path, the parameter where it begins, and what is needed."""
+
+    name: str
+    parameter: str
+    find: Callable[[Any], Tensor | None]
+    dtype: str
+    shape: list[str]
+    mark: str
 
 
-def _center(values: Tensor, mean: Tensor, output: Tensor) -> None:
-    rows, channels = _sizes("values", values)
-    _tensor("mean", mean, (channels,), accumulation_dtype(output.dtype))
-    _with_contiguous_rows("output", output, (rows, channels), output.dtype)
+def _described(path: str, hint: Any, names: str, mark: str) -> Iterator[_Described]:
+    """The tensors in an argument, or in a field of it."""
+    kind = next(iter(typing.get_args(hint)), hint)  # of an optional one
+    if kind is not Tensor:
+        own, tensors = _ROWS[kind.__name__]
+        given = dict(zip(own, names.split(), strict=False))
+        given |= {f"{each}+": f"{other}+" for each, other in given.items()}
+        for field, row, mark in tensors:
+            words = (given.get(each, "" if each in own else each) for each in row.split())
+            yield from _described(f"{path}.{field}", typing.get_type_hints(kind)[field], " ".join(words), mark)
+        return
+    (parameter, _, field), (dtype, *shape) = path.partition("."), names.split()
+    find = attrgetter(field) if field else lambda tensor: tensor
+    yield _Described(path, parameter, find, dtype, shape, mark)
 
 
-def _batch_norm_grad_input(
-    grad: BatchNormBackward, may_overwrite: bool = False, previous: Tensor | None = None
+def _check(tensors: list[_Described], arguments: dict[str, Any], taps: list[int]) -> None:
+    sizes, dtypes, memory_format = dict[str, Any]({"2": 2, "3": 3}), dict[str, torch.dtype](), torch.contiguous_format
+    if isinstance(conv := arguments.get("conv"), interface.ImageConv):
+        shape, dims = conv.shape, len(conv.shape) - 1
+        if not 1 <= dims <= 3 or conv.dilation < 1:
+            found = f"of shape {tuple(shape)} and dilation {conv.dilation}"
+            raise _error("images", found, "1 to 3 spatial dimensions, and dilation ≥ 1")
+        sizes |= {"rows": shape.numel(), "*taps": taps[:dims]}
+        sizes["pooled_rows"] = math.prod((shape[0], *(side // 2 for side in shape[1:])))
+    for each in tensors:
+        name, parameter, find, dtype, shape, mark = each
+        argument = arguments.get(parameter)
+        if argument is None or (tensor := find(argument)) is None:
+            continue
+        if tuple(map(sizes.get, shape)) != tensor.shape or dtypes.get(dtype) is not tensor.dtype:
+            _decide(each, tensor, arguments.get("pool"), sizes, dtypes)
+        if mark == "!!" or shape[-1].endswith("sides"):
+            memory_format = memory_format_of(tensor) if shape[-1] == "*sides" else memory_format
+            if not tensor.is_contiguous(memory_format=memory_format):
+                raise _error(name, f"with strides {tensor.stride()}", "contiguous memory, in the images' memory format")
+        elif mark == "!" or (mark and arguments.get("may_overwrite")):
+            (rows, channels), (row_stride, channel_stride) = tensor.shape, tensor.stride()
+            if (channel_stride != 1 and channels > 1) or (row_stride < channels and rows > 1):
+                raise _error(name, f"with strides {tensor.stride()}", "rows that are contiguous and do not overlap")
+
+
+def _decide(
+    each: _Described, tensor: Tensor, pool: MaxPool | None, sizes: dict[str, Any], dtypes: dict[str, torch.dtype]
 ) -> None:
-    _batch_norm_backward(grad, _sizes("values", grad.values), grad.values.dtype)
-    if may_overwrite:
-        _with_contiguous_rows("grad_accum", grad.grad_accum, grad.values.shape, grad.values.dtype)
-    if previous is not None:
-        _with_contiguous_rows("previous", previous, grad.values.shape, grad.values.dtype)
-
-
-def _affine_forward(input: AffineInput) -> None:
-    _input(input)
-
-
-def _affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> None:
-    _tensor("grad_output", grad_output, _input(input), grad_output.dtype)
-    _accumulator(accumulator, input)
-
-
-def _conv1x1_forward(conv: Conv1x1, statistics: StatisticsOutput | None = None) -> None:
-    input, weight, output = conv
-    (rows, channels), width = _input(input), len(weight)
-    _tensor("weight", weight, (width, channels), weight.dtype)
-    _tensor("output", output, (rows, width), weight.dtype)
-    if not output.is_contiguous():
-        raise _error("output", f"with strides {output.stride()}", "contiguous memory")
-    if statistics is not None:
-        _statistics(statistics, width, input.dtype)
-
-
-def _conv1x1_backward(
-    grad_output: BatchNormBackward,
-    input: AffineInput,
-    weight: Tensor,
-    accumulator: GradAccumulator,
-    next_bottleneck: Conv1x1 | None = None,
-) -> None:
-    (rows, channels), width = _input(input), len(weight)
-    _tensor("weight", weight, (width, channels), weight.dtype)
-    _batch_norm_backward(grad_output, (rows, width), weight.dtype)
-    _accumulator(accumulator, input)
-    if next_bottleneck is not None:
-        _conv1x1_forward(next_bottleneck)
-        (next_width, next_channels), values = next_bottleneck.weight.shape, next_bottleneck.input.values
-        _tensor("values of the next bottleneck", values, (rows, min(next_channels, channels)), input.values.dtype)
-        _tensor(
-            "weight of the next bottleneck",
-            next_bottleneck.weight,
-            (min(next_width, width), next_channels),
-            weight.dtype,
-        )
-
-
-def _conv3x3_forward(conv: ImageConv, statistics: StatisticsOutput | None = None) -> None:
-    width = _image_conv(conv, [3] * (len(conv.shape) - 1))
-    if statistics is not None:
-        _statistics(statistics, width, conv.input.dtype)
-
-
-def _conv3x3_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> None:
-    width = _image_conv(conv, [3] * (len(conv.shape) - 1))
-    _tensor("grad_output", grad_output, (conv.shape.numel(), width), conv.weight.dtype)
-    _accumulator(accumulator, conv.input)
-
-
-def _pooled_conv1x1_forward(conv: ImageConv) -> None:
-    _image_conv(conv, [])
-
-
-def _pooled_conv1x1_backward(grad_output: Tensor, conv: ImageConv, accumulator: GradAccumulator) -> None:
-    width, (num_images, *sides) = _image_conv(conv, []), conv.shape
-    pooled = torch.Size([num_images, *(side // 2 for side in sides)])
-    _tensor("grad_output", grad_output, (pooled.numel(), width), conv.weight.dtype)
-    _accumulator(accumulator, conv.input)
-
-
-def _image_statistics(values: Tensor, statistics: StatisticsOutput) -> None:
-    _images(values, values.dim() - 2)
-    _statistics(statistics, values.shape[1], accumulation_dtype(values.dtype))
-
-
-def _norm_activation_max_pool(input: AffineInput, pool: MaxPool, dtype: torch.dtype) -> None:
-    _images(input.values, len(pool.kernel_size))
-    _norm(input.norm, input.values)
-
-
-def _norm_activation_max_pool_reduce(grad_output: Tensor, input: AffineInput, pool: MaxPool) -> None:
-    _norm_activation_max_pool(input, pool, grad_output.dtype)
-    _pooled("grad_output", grad_output, input.values, pool)
-
-
-def _norm_activation_max_pool_backward(
-    grad_output: Tensor, indices: Tensor, input: AffineInput, pool: MaxPool, sums: Gradients, count: int
-) -> None:
-    _norm_activation_max_pool_reduce(grad_output, input, pool)
-    _pooled("indices", indices, input.values, pool)
-    for each in sums.norm_weight, sums.norm_bias:
-        _tensor("sums", each, input.norm.inv_std.shape, each.dtype)
-
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    each.__name__[1:]: each
-    for each in (
-        *(_batch_statistics, _center, _batch_norm_grad_input, _affine_forward, _affine_backward),
-        *(_conv1x1_forward, _conv1x1_backward, _conv3x3_forward, _conv3x3_backward),
-        *(_pooled_conv1x1_forward, _pooled_conv1x1_backward, _image_statistics),
-        *(_norm_activation_max_pool, _norm_activation_max_pool_reduce, _norm_activation_max_pool_backward),
-    )
-}
+    """Decide what the names are that no tensor had before, and refuse a tensor that does not agree with the others."""
+    found, needed = tuple(tensor.shape), list[int]()
+    if each.shape[-1] == "*sides":
+        if not 1 <= len(found) - 2 <= 3 or (pool is not None and len(pool.kernel_size) != len(found) - 2):
+            raise _error(each.name, f"of shape {found}", "images of 1 to 3 dimensions, which the pooling has too")
+        sizes |= {"*sides": found[2:], "*pooled_sides": [] if pool is None else pool.pooled_size(found[2:])}
+    for i, name in enumerate(each.shape):
+        size = found[i] if i < len(found) else -1
+        if name.startswith("next_"):
+            size = min(size, sizes[name.removeprefix("next_")])
+        needed += sizes[name] if name.startswith("*") else [sizes.setdefault(name, size)]
+    if each.dtype not in dtypes:
+        dtypes |= {each.dtype: tensor.dtype, f"{each.dtype}+": accumulation_dtype(tensor.dtype)}
+    dtype = tensor.dtype if each.dtype == "?" else dtypes[each.dtype]
+    if [*found] != needed or tensor.dtype is not dtype:
+        raise _error(each.name, f"of shape {found} in {tensor.dtype}", f"{tuple(needed)} in {dtype}")
 
 
 def _error(name: str, found: str, needed: str) -> ValueError:
     return ValueError(f"a kernel was given {name} {found}, but needs {needed}: a layer's tensors must fit one another")
-
-
-def _tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.shape != shape or tensor.dtype is not dtype:
-        raise _error(name, f"of shape {tuple(tensor.shape)} in {tensor.dtype}", f"{tuple(shape)} in {dtype}")
-
-
-def _sizes(name: str, matrix: Tensor) -> tuple[int, int]:
-    """The numbers of rows and channels."""
-    if matrix.dim() != 2:
-        raise _error(name, f"of shape {tuple(matrix.shape)}", "a matrix (pixels, channels)")
-    return matrix.shape[0], matrix.shape[1]
-
-
-def _with_contiguous_rows(name: str, matrix: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """A matrix that a kernel writes, or of sums: its rows are contiguous, and no two of them overlap."""
-    _tensor(name, matrix, shape, dtype)
-    (rows, channels), (row_stride, channel_stride) = shape, matrix.stride()
-    if (channel_stride != 1 and channels > 1) or (row_stride < channels and rows > 1):
-        raise _error(name, f"with strides {matrix.stride()}", "rows that are contiguous and do not overlap")
-
-
-def _norm(norm: BatchNormAffine, values: Tensor) -> None:
-    weight, bias, inv_std, mean, _ = norm
-    shape, dtype = (values.shape[1],), accumulation_dtype(values.dtype)
-    _tensor("norm.weight", weight, shape, weight.dtype)
-    _tensor("norm.bias", bias, shape, bias.dtype)
-    _tensor("norm.inv_std", inv_std, shape, dtype)
-    if mean is not None:
-        _tensor("norm.mean", mean, shape, dtype)
-
-
-def _input(input: AffineInput) -> tuple[int, int]:
-    """The numbers of rows and channels."""
-    sizes = _sizes("values", input.values)
-    _norm(input.norm, input.values)
-    return sizes
-
-
-def _accumulator(accumulator: GradAccumulator, input: AffineInput) -> None:
-    values, sums = input.values, accumulator.sums
-    _with_contiguous_rows("grad_accum", accumulator.grad_accum, values.shape, values.dtype)
-    if sums is not None:
-        _with_contiguous_rows("sums", sums, (2, values.shape[1]), input.dtype)
-
-
-def _statistics(statistics: StatisticsOutput, channels: int, dtype: torch.dtype) -> None:
-    _with_contiguous_rows("statistics", statistics.matrix, (3, channels), dtype)
-
-
-def _batch_norm_backward(grad: BatchNormBackward, sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    _tensor("values behind grad_output", grad.values, sizes, dtype)
-    _tensor("grad_accum behind grad_output", grad.grad_accum, sizes, dtype)
-    for each in grad.inv_std, grad.mean:
-        if each is not None:
-            _tensor("statistics behind grad_output", each, sizes[1:], accumulation_dtype(dtype))
-    if grad.sums is not None:
-        _with_contiguous_rows("sums behind grad_output", grad.sums, (2, sizes[1]), accumulation_dtype(dtype))
-
-
-def _image_conv(conv: ImageConv, kernel_size: list[int]) -> int:
-    """The number of output channels."""
-    input, weight, shape, dilation = conv
-    rows, channels = _input(input)
-    _tensor("weight", weight, (len(weight), channels, *kernel_size), weight.dtype)
-    if shape.numel() != rows or not 2 <= len(shape) <= 4 or dilation < 1:
-        raise _error("images", f"of shape {tuple(shape)} and dilation {dilation}", f"{rows} pixels, and dilation ≥ 1")
-    return len(weight)
-
-
-def _images(values: Tensor, dims: int) -> None:
-    """(N, channels, *spatial), with `dims` spatial dimensions."""
-    is_contiguous = values.is_contiguous(memory_format=memory_format_of(values))
-    if not (values.dim() == dims + 2 > 2 and is_contiguous):
-        found = f"of shape {tuple(values.shape)} and strides {values.stride()}"
-        raise _error("images", found, f"{dims or 'some'} spatial dimensions and contiguous memory")
-
-
-def _pooled(name: str, pooled: Tensor, values: Tensor, pool: MaxPool) -> None:
-    _tensor(name, pooled, (*values.shape[:2], *pool.pooled_size(values.shape[2:])), pooled.dtype)
-    if not pooled.is_contiguous(memory_format=memory_format_of(values)):
-        raise _error(name, f"with strides {pooled.stride()}", "the memory format of the images")
