@@ -70,14 +70,15 @@ def forked_demo(script: str | Path, *arguments: str, cwd: Path, **options) -> su
     return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
-def fork_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[ForkedDemo]:
-    """Processes with the environment variables that torchrun sets."""
+def fork_processes(processes: int, script: Path, *words: str, cwd: Path | list[Path]) -> list[ForkedDemo]:
+    """Processes with the environment variables that torchrun sets, in one directory or each in its own."""
+    folders = [cwd] * processes if isinstance(cwd, Path) else cwd
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
         common |= {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
     ranks = [{"RANK": str(i), "LOCAL_RANK": str(i), "LOCAL_WORLD_SIZE": str(processes)} for i in range(processes)]
-    return [ForkedDemo(script, *words, cwd=cwd, **common, **rank) for rank in ranks]
+    return [ForkedDemo(script, *words, cwd=each, **common, **rank) for each, rank in zip(folders, ranks, strict=True)]
 
 
 def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:

@@ -232,10 +232,10 @@ def _train(model: nn.Module, batches: list[list[Tensor]], wrapper: str, sums: bo
         optimizer.step()
         optimizer.zero_grad()
     tensors = *model.parameters(), *model.buffers()
-    return results + [_full(tensor) if whole else local(tensor) for tensor in tensors]
+    return results + [full(tensor) if whole else local(tensor) for tensor in tensors]
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -330,7 +330,7 @@ def save() -> None:
         optimizer.zero_grad()
     states = get_state_dict(model, optimizer)
     dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id="saved")
-    torch.save([_full(tensor) for tensor in (*model.parameters(), *model.buffers())], f"saved.{dist.get_rank()}.pt")
+    torch.save([full(tensor) for tensor in (*model.parameters(), *model.buffers())], f"saved.{dist.get_rank()}.pt")
 
 
 def loads(folder: Path) -> bool:
@@ -342,7 +342,7 @@ def loads(folder: Path) -> bool:
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
     saved = [torch.load(folder / f"saved.{rank}.pt", weights_only=True) for rank in range(2)]
     # Parameters are equal in both; running statistics differ, and the checkpoint has those of one of them.
-    loaded = zip([_full(tensor) for tensor in (*model.parameters(), *model.buffers())], *saved, strict=True)
+    loaded = zip([full(tensor) for tensor in (*model.parameters(), *model.buffers())], *saved, strict=True)
     equal = all(any(torch.equal(tensor, each) for each in of_ranks) for tensor, *of_ranks in loaded)
     return equal and {int(state["step"]) for state in optimizer.state.values()} == {2}
 

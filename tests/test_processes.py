@@ -18,22 +18,17 @@ from efficient_densenet.memory import tensor_peak
 
 SHARDED = [
     "ours | fully_shard | convolution | checkpoint",
-    "ours | fully_shard | norm | official",
     "ours | fully_shard | layer | best",
     "ours | fully_shard | convolution | shared",
-    "ours | FSDP1 | layer | shared",
     "ours | FSDP1, flat | block | checkpoint",
-    "ours | FSDP1, flat | stage | best",
     "converted | fully_shard | stage | best",
-    "converted last | fully_shard, not resharded | layer | best",
-    "converted | FSDP1 | convolution | shared",
     "converted last | FSDP1 | block | best",
     "ours | fully_shard, clipped | block | shared",
     "ours | fully_shard, offloaded | block | shared",
     "ours | fully_shard, mixed | block | shared",
 ]
 OTHERS = [
-    *(f"ours | DDP | {way} | best" for way in WAYS),
+    *(f"ours | DDP | {way} | best" for way in ("small buckets", "accumulated")),
     "converted | DDP | joined | best",
     *(f"ours | synchronized | 2 3 | {engine}" for engine in ("plain", "official", "checkpoint", "shared")),
     *(f"ours | synchronized | 0 3 | {engine}" for engine in ("official", "checkpoint", "shared")),  # an empty batch

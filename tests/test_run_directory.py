@@ -201,7 +201,7 @@ def test_resuming_with_another_recipe_is_refused(copied):
 
 # One run at a time
 
-PAUSED = (*TINY, "--data", "cifar", "--batch_size", "45", "--recipe", "one_cycle", "--device", "cpu", "--n_epochs", "6")
+PAUSED = (*TINY, "--data", "cifar", "--batch_size", "45", "--recipe", "one_cycle", "--device", "cpu", "--n_epochs", "3")
 
 
 @pytest.fixture(scope="module")
