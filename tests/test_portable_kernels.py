@@ -2,125 +2,53 @@
 
 import pytest
 import torch
-from checkpoint_outcomes import CountingOperations
+from grids import pairwise
 from helpers import assert_close
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from efficient_densenet._dimensions import dimensions_of
 from efficient_densenet.kernels import convolution, portable, row_tiles
 from efficient_densenet.kernels.comparison import OPERATIONS, Case
 from efficient_densenet.kernels.interface import BatchNormBackward, GradAccumulator
 
-IM2COL = torch.ops.aten._slow_conv2d_forward.default, torch.ops.aten._slow_conv2d_backward.output_mask
+SHAPES = [
+    *((2, 5, 4, 3), (3, 1, 1, 1), (1, 7, 1, 5), (4, 48, 3, 5), (2, 8, 32, 31)),
+    *((2, 5, 6), (3, 7, 1), (2, 8, 999)),
+    *((1, 6, 5, 4, 3), (1, 7, 5, 4, 3), (1, 6, 3, 2, 2), (2, 7, 5, 4, 3), (1, 16, 41, 32, 3)),
+]
+"""Images, signals and volumes, of the sizes for which convolutions are computed in different ways."""
 
 
-def images_and_weight(shape, width, dtype=torch.float32):
-    """Images in channels_last, a weight and the gradient of their convolution's output."""
+@pytest.fixture(params=[True, False], ids=["AVX-512", "no AVX-512"])
+def avx512(request, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if request.param else "AVX2")
+
+
+@pytest.mark.usefixtures("avx512")
+@pytest.mark.parametrize(
+    *pairwise(shape=SHAPES, dtype=[torch.float32, torch.float64, torch.bfloat16], dilation=[1, 2, 3])
+)
+def test_convolutions_and_their_gradients_are_as_exact_as_their_dtype(shape, dtype, dilation):
     dims = len(shape) - 2
-    matrices = [torch.randn(shape[0], *shape[2:], channels, dtype=dtype) for channels in (shape[1], width)]
-    images, grad_output = (matrix.movedim(-1, 1) for matrix in matrices)
-    return images, torch.randn(width, shape[1], *[3] * dims, dtype=dtype), grad_output
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "dilation", "by_im2col"),
-    [
-        *(
-            (shape, torch.float32, 1, True)
-            for shape in [(2, 5, 4, 3), (3, 1, 1, 1), (1, 7, 1, 5), (4, 48, 3, 5), (2, 5, 6)]
-        ),
-        ((2, 8, 32, 32), torch.float32, 1, False),  # large
-        ((2, 8, 999), torch.float32, 1, False),
-        *(((2, 5, 4, 3), dtype, 1, False) for dtype in (torch.float64, torch.bfloat16)),
-        *((shape, torch.float32, 2, False) for shape in [(2, 5, 4, 3), (2, 5, 6), (2, 5, 4, 3, 2)]),
-    ],
-)
-def test_small_images_are_convolved_by_im2col(shape, dtype, dilation, by_im2col):
-    images, weight, grad_output = images_and_weight(shape, 6, dtype)
-    with CountingOperations() as counted:
-        results = convolved(images, weight, grad_output, dilation)
-    assert [counted.counts[operation] for operation in IM2COL] == [by_im2col, 2 * by_im2col]
-    if by_im2col and len(shape) == 4:
-        assert results[1].is_contiguous(memory_format=torch.channels_last)
-
-
-def pretend_avx512(monkeypatch, available):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if available else "AVX2")
-
-
-@pytest.mark.parametrize(
-    ("shape", "dilation", "dtype", "by_product"),
-    [
-        *((shape, 1, torch.float32, True) for shape in [(2, 8, 999), (2, 8, 32, 31), (2, 5, 6, 4, 3), (1, 6, 3, 2, 2)]),
-        *((shape, 3, torch.float32, True) for shape in [(3, 7, 1), (2, 5, 6, 2), (2, 5, 4, 3, 2)]),
-        *((shape, 1, torch.float64, False) for shape in [(2, 8, 999), (2, 5, 4, 3)]),
-        ((2, 5, 4, 3), 1, torch.float32, False),  # by im2col
-    ],
-)
-def test_gradients_are_products_without_avx512(shape, dilation, dtype, by_product, monkeypatch):
-    pretend_avx512(monkeypatch, False)
-    images, weight, grad_output = images_and_weight(shape, 6, dtype)
-    with CountingOperations() as counted:
-        _, grad_input, _ = convolved(images, weight, grad_output, dilation)
-    assert counted.counts[torch.ops.aten.mm.default] == 3 * by_product
-    assert grad_input.stride(1) == 1 or not by_product
-    columns_bytes = grad_output.numel() * weight[0, 0].numel() * 4
-    for limit, takes_it in ((columns_bytes, by_product), (columns_bytes - 1, False)):
-        monkeypatch.setattr(convolution, "COLUMNS_BYTES", limit)
-        with CountingOperations() as counted:
-            convolution.conv3x3_gradients(grad_output, images, weight, dilation, True)
-        assert (torch.ops.aten.mm.default in counted.counts) == takes_it
-
-
-@pytest.mark.parametrize(
-    ("shape", "dilation", "by_onednn"),
-    [
-        *(((1, channels, 5, 4, 3), dilation, channels % 2 == 0) for channels in (6, 7) for dilation in (1, 2)),
-        ((1, 16, 40, 32, 3), 1, True),
-        ((1, 16, 41, 32, 3), 1, True),  # by PyTorch
-        ((2, 7, 5, 4, 3), 1, True),  # by PyTorch
-    ],
-)
-def test_a_small_volume_is_convolved_by_onednn(shape, dilation, by_onednn, monkeypatch):
-    pretend_avx512(monkeypatch, True)  # without it the gradients are products
-    images, weight, grad_output = images_and_weight(shape, 6)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-        output, *_ = convolved(images, weight, grad_output, dilation)
-    if torch.backends.mkldnn.is_available():
-        assert ("aten::mkldnn_convolution" in {event.key for event in profiled.key_averages()}) == by_onednn
-    is_smaller = images.numel() < weight.numel()
-    assert output.is_contiguous(memory_format=torch.channels_last_3d) != (is_smaller or not by_onednn)
-
-
-def convolved(images: Tensor, weight: Tensor, grad_output: Tensor, dilation: int) -> tuple[Tensor, ...]:
-    """The output and the gradients, which are as exact as their dtype."""
+    matrices = [torch.randn(shape[0], *shape[2:], channels).to(dtype) for channels in (shape[1], 6)]
+    images, grad_output = (matrix.movedim(-1, 1) for matrix in matrices)  # in channels_last
+    weight = torch.randn(6, shape[1], *[3] * dims).to(dtype)
     output = convolution.conv3x3(images, weight, dilation)
     results = output, *convolution.conv3x3_gradients(grad_output, images, weight, dilation, True)
     assert convolution.conv3x3_gradients(grad_output, images, weight, dilation, False)[1] is None
     exact, double_weight = images.double().requires_grad_(), weight.double().requires_grad_()
     output = dimensions_of(images).conv(exact, double_weight, padding=dilation, dilation=dilation)
     expected = output, *torch.autograd.grad(output, (exact, double_weight), grad_output.double())
-    tolerance = 20 * torch.finfo(images.dtype).eps * images.shape[1] ** 0.5
+    tolerance = 20 * torch.finfo(dtype).eps * shape[1] ** 0.5
     for result, reference in zip(results, expected, strict=True):
         assert (result - reference).abs().max() <= tolerance * max(1, reference.abs().max())
-    return results
 
 
-@pytest.mark.parametrize(
-    ("rows", "channels", "by_onednn"), [(512, 160, True), (515, 160, False), (48, 1500, False), (64, 1500, True)]
-)
-@pytest.mark.parametrize("avx512", [True, False])
-def test_products_of_large_matrices(rows, channels, by_onednn, avx512, monkeypatch):
-    pretend_avx512(monkeypatch, avx512)
+@pytest.mark.usefixtures("avx512")
+@pytest.mark.parametrize(("rows", "channels"), [(512, 160), (515, 160), (48, 1500), (64, 1500)])
+def test_products_of_large_matrices(rows, channels):
     matrix, weight, grad_output = (torch.randn(size) for size in ((rows, channels), (64, channels), (rows, 64)))
     output = torch.empty(rows, 64 + 1)[:, :64]
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
-        convolution.multiply(matrix, weight, output)
-    if torch.backends.mkldnn.is_available():
-        assert ("aten::mkldnn_convolution" in {event.key for event in profiled.key_averages()}) == (
-            by_onednn and avx512
-        )
+    convolution.multiply(matrix, weight, output)
     results = output, *convolution.conv1x1_gradients(grad_output, matrix, weight, True)
     assert convolution.conv1x1_gradients(grad_output, matrix, weight, False)[1] is None
     exact = [tensor.double() for tensor in (matrix, weight, grad_output)]
