@@ -47,7 +47,7 @@ def test_the_predict_command_of_the_training_page(tmp_path):
 
 def test_training_on_and_predicting_own_images(tmp_path):
     write_folder(tmp_path / "own", each=40)
-    words = ["--data", "own", "--depth", "10", "--growth_rate", "4", "--n_epochs", "3", "--batch_size", "8"]
+    words = ["--data", "own", *TINY, "--n_epochs", "3", "--batch_size", "8", "--workers", "0"]
     done = demo("cp_demo.py", *words, "--recipe", "one_cycle", "--save", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     Image.new("RGB", (50, 40), (10, 10, 10)).save(tmp_path / "dark.png")

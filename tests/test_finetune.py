@@ -18,7 +18,8 @@ from efficient_densenet import DenseNet
 from efficient_densenet.weights.published import NAMES, PUBLISHED
 from efficient_densenet.weights.trained import TRAINED, TrainedWeights
 
-FROM = ("--weights", "source", "--data", "own", "--batch_size", "8", "--lr", "0.02", "--save", "run", "--device", "cpu")
+OWN = ("--data", "own", "--batch_size", "8", "--lr", "0.02", "--save", "run", "--device", "cpu", "--workers", "0")
+FROM = ("--weights", "source", *OWN)
 FEW_DIGITS = ("--n_epochs", "1", "--valid_size", "1300", "--batch_size", "128", "--lr", "1e-9", "--freeze", "features")
 
 
@@ -28,8 +29,8 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("finetune")
     write_folder(folder / "three", ("bear", "cat", "dog"), each=10)
     write_folder(folder / "own", each=16)
-    words = ("--data", "three", "--image_size", "16", "--n_epochs", "1", "--batch_size", "9", "--device", "cpu")
-    done = demo("cp_demo.py", *TINY, *words, "--save", "source", cwd=folder)
+    words = ("--image_size", "16", "--n_epochs", "1", *OWN, "--data", "three", "--batch_size", "9", "--save", "source")
+    done = demo("cp_demo.py", *TINY, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(folder / "three")
     return folder
@@ -112,7 +113,7 @@ def test_weights_by_name(place, monkeypatch):
     torch.save(model.state_dict(), place / "source" / "model.pt")
     monkeypatch.setattr("efficient_densenet.weights.trained.CHECKPOINTS", place)
     monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source"))
-    words = ("--weights", "animals", "--freeze", "features", "--n_epochs", "1", "--data", "own", "--batch_size", "8")
+    words = ("--weights", "animals", "--freeze", "features", "--n_epochs", "1", "--data", "own", "--workers", "0")
     done = demo("cp_demo.py", *words, "--model", "densenet_40_12", cwd=place)
     assert "weights: " in done.stdout, done.stderr
     assert done.returncode == 0
@@ -125,7 +126,7 @@ def test_weights_by_name(place, monkeypatch):
 
 
 def test_images_in_color_for_a_network_of_gray(place):
-    words = ("--weights", str(DIGITS), *FROM[2:], "--freeze", "features", "--n_epochs", "1", "--workers", "0")
+    words = ("--weights", str(DIGITS), *OWN, "--freeze", "features", "--n_epochs", "1")
     done = demo("cp_demo.py", *words, cwd=place)
     assert "the classifier is new: for 2 classes (cat, dog)" in done.stdout, done.stderr
     assert _config(place / "run")["model"]["channels"] == 1

@@ -70,7 +70,8 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
 
 
 def test_the_wheel_alone_trains_and_importing_it_does_nothing_else(wheel, tmp_path):
-    """The wheel, in a directory of its own, imports torch and the standard library alone, and no compiler."""
+    """The wheel, in a directory of its own, imports torch and the standard library alone, and no compiler, which takes
+    as much memory as a training step."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     code = f"""
@@ -91,6 +92,9 @@ import efficient_densenet
 assert efficient_densenet.__file__.startswith({str(tmp_path)!r}), efficient_densenet.__file__
 assert torch.equal(state, torch.get_rng_state())
 assert settings == (torch.get_num_threads(), torch.is_grad_enabled())
+small = efficient_densenet.DenseNet(block_config=(1,), num_init_features=4, efficient="shared")
+for _ in range(3):  # directly, recorded and replayed
+    small(torch.randn(1, 3, 4, 4)).sum().backward()
 assert not [name for name in set(sys.modules) - before if name.startswith(("torch._dynamo", "torch._inductor"))]
 model = efficient_densenet.densenet121(num_classes=10)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -82,7 +82,7 @@ def test_the_weights_that_are_kept_are_those_of_the_best_epoch(tmp_path, monkeyp
         write(directory, name, content)
 
     monkeypatch.setattr(RunDirectory, "write", record)
-    done = demo("cp_demo.py", *RUN, "--n_epochs", "4", cwd=tmp_path)
+    done = demo("cp_demo.py", *RUN, "--n_epochs", "4", "--valid_size", "1300", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert kept == [1, 2, 4]
 

@@ -38,12 +38,18 @@ PARAMETERS_IN_MILLIONS = {
 
 
 @pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
-def test_parameter_counts_and_builder_functions(name):
+def test_parameter_counts_and_the_defaults_and_the_example_that_help_shows(name):
+    signature = inspect.signature(getattr(efficient_densenet, name))
+    (example,) = re.findall(r">>> model = (.*)", getattr(efficient_densenet, name).__doc__)
+    bound = eval(example, {name: signature.bind})
+    bound.apply_defaults()
     with torch.device("meta"):
         model = getattr(efficient_densenet, name)(efficient=False)
-    count = sum(p.numel() for p in model.parameters())
-    assert round(count / 1e6, 3) == PARAMETERS_IN_MILLIONS[name]
+        given = {"weights": None, "num_classes": model.num_classes, "in_channels": model.in_channels}
+        shown = create_model(name, **bound.arguments | given | {"efficient": False})
+    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 3) == PARAMETERS_IN_MILLIONS[name]
     assert model.engine == "plain"
+    assert str(model) == str(shown)
 
 
 def test_list_models():
@@ -73,18 +79,6 @@ def test_the_typed_arguments_are_those_of_the_class(cls, typed):
     expected = get_type_hints(cls.__init__) | {"weights": Any, "adapt_input": str | None}
     assert get_type_hints(typed) == {name: hint for name, hint in expected.items() if name != "return"}
     assert get_args(zoo.DenseNetName) + get_args(zoo.FCDenseNetName) == (*list_models(),)
-
-
-@pytest.mark.parametrize("name", PARAMETERS_IN_MILLIONS)
-def test_help_shows_a_variant_s_defaults_and_an_example_that_can_be_called(name):
-    signature = inspect.signature(getattr(efficient_densenet, name))
-    (example,) = re.findall(r">>> model = (.*)", getattr(efficient_densenet, name).__doc__)
-    bound = eval(example, {name: signature.bind})
-    bound.apply_defaults()
-    with torch.device("meta"):
-        model = create_model(name, **bound.arguments | {"weights": None})
-        expected = create_model(name, num_classes=bound.arguments["num_classes"], in_channels=model.in_channels)
-    assert str(model) == str(expected)
 
 
 SMALL: Any = {"growth_rate": 4, "num_init_features": 8}

@@ -11,6 +11,7 @@ A test that fails without the defect too does not count.
 import argparse
 import ast
 import csv
+import functools
 import importlib
 import os
 import re
@@ -61,7 +62,7 @@ def _text(lines: str) -> str:
 
 def place(defect: Defect, root: Path) -> Path:
     """The file that has the defect's text; an error says why the edit does not apply any more."""
-    texts = {path: path.read_text() for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))}
+    texts = _texts(root)
     found = [path for path, text in texts.items() for _ in range(text.count(defect.old))]
     if len(found) != 1:
         raise ValueError(f"found its text {len(found)} times, but needs it exactly once")
@@ -75,6 +76,11 @@ def place(defect: Defect, root: Path) -> Path:
         if not (root / file).exists():
             raise ValueError(f"there is no {file}")
     return found[0]
+
+
+@functools.cache
+def _texts(root: Path) -> dict[Path, str]:
+    return {path: path.read_text() for folder in FOLDERS for path in sorted((root / folder).rglob("*.py"))}
 
 
 def check() -> int:
