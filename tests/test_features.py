@@ -150,23 +150,6 @@ def test_maps_and_feature_info_match_timm(out_indices):
     assert backbone.feature_info[1]["num_chs"] == reference.feature_info[1]["num_chs"]
 
 
-@pytest.mark.parametrize("maps", MAPS)
-def test_create_model_and_features_return_the_same_backbone(maps):
-    torch.manual_seed(2)
-    full_model = small_model("bc")
-    torch.manual_seed(2)
-    built = small_model("bc", features_only=True, out_indices=(0, 2), maps=maps)
-    extracted = features(full_model, (0, 2), maps=maps)
-    names = set(full_model.state_dict())
-    assert set(built.state_dict()) == set(extracted.state_dict()) < names
-    assert not any(name.startswith(("classifier", "features.norm5")) for name in built.state_dict())
-    built.load_state_dict(extracted.state_dict())
-    built.eval(), extracted.eval()
-    x = random_images("bc")
-    for a, b in zip(built(x), extracted(x), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_features_does_not_change_the_model():
     full_model = small_model("bc").eval()
     full_model.features.denseblock1.denselayer1.norm2.train()

@@ -113,56 +113,6 @@ def test_the_features_are_freed_in_the_backward():
         gc.enable()
 
 
-REFUSED = {
-    "nothing to train": (lambda transition: transition.requires_grad_(False), lambda x: x),
-    "a hook": (lambda transition: transition[2].register_forward_hook(lambda *_: None), lambda x: x),
-    "another convolution": (lambda t: t.__setitem__(2, nn.Conv2d(13, 6, 3, padding=1).double()), lambda x: x),
-    "another activation": (lambda transition: transition.__setitem__(1, nn.Tanh()), lambda x: x),
-    "no norm": (lambda transition: transition.__setitem__(0, nn.ReLU()), lambda x: x),
-    "other channels": (lambda _: None, lambda x: x[:, :12]),
-    "no image": (lambda _: None, lambda x: x[:0]),
-    "no batch": (lambda _: None, lambda x: x[0]),
-    "another precision": (lambda _: None, lambda x: x.float()),
-    "a single value": (lambda _: None, lambda x: x[:1, :, :1, :1]),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_where_it_cannot_run(what):
-    (transition,), x = randomized(CONSUMERS["transition"]()), torch.randn(3, 13, 7, 6, dtype=torch.double)
-    with torch.no_grad():
-        assert choose.run_consumer(transition, x) is None
-    assert choose.run_consumer(transition, x) is not None
-    change, input_of = REFUSED[what]
-    change(transition)
-    assert choose.run_consumer(transition, input_of(x)) is None
-
-
-class _Recording(nn.Module):
-    """Calls a consumer, and records what the dispatcher would return for it."""
-
-    def __init__(self, consumer: nn.Module) -> None:
-        super().__init__()
-        self.consumer, self.outputs = consumer, []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.outputs.append(choose.run_consumer(self.consumer, x))
-        return self.consumer(x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
-def test_under_transforms_and_in_tracing_it_is_called():
-    (transition,) = randomized(CONSUMERS["transition"]().eval())
-    recording, x = _Recording(transition), torch.randn(2, 13, 4, 4, dtype=torch.double)
-    torch.func.grad(lambda x: recording(x).sum())(x)
-    torch.jit.trace(recording, x)
-    torch.export.export(recording, (x,))
-    with torch.autograd.forward_ad.dual_level():
-        recording(torch.autograd.forward_ad.make_dual(x, x))
-    assert len(recording.outputs) >= 4
-    assert all(output is None for output in recording.outputs)
-
-
 def test_memory_of_blocks_and_transitions_as_separate_calls():
     """Separate calls cost the features' size once more: joined, the gradient of the block's output never exists."""
     model, peaks = DenseNet(8, (10, 10), num_init_features=8, efficient="shared"), []

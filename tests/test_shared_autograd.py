@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -339,21 +338,3 @@ def test_empty_batch_matches_plain(training):
         output.sum().backward()
     assert_same_gradients(efficient, plain)
     assert_same_buffers(efficient, plain)
-
-
-def test_concurrent_training_steps_in_threads():
-    """Each thread runs forward and backward of its own model and sizes."""
-    plain_models = [small_model("bc", efficient=False) for _ in range(4)]
-    models = [with_engine(plain, "shared") for plain in plain_models]
-
-    def train(model: nn.Module, i: int) -> None:
-        for step in range(4):
-            x = torch.linspace(-1, 1, (2 + i) * 3 * (5 + i + step) * (9 - i), dtype=torch.double).sin()
-            model(x.view(2 + i, 3, 5 + i + step, 9 - i)).square().sum().backward()
-
-    with ThreadPoolExecutor(4) as executor:
-        list(executor.map(train, models, range(4)))
-    for i, (model, plain) in enumerate(zip(models, plain_models, strict=True)):
-        train(plain, i)
-        assert_same_gradients(model, plain)
-        assert_same_buffers(model, plain)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torchvision
-from helpers import assert_same_step, small_model
+from helpers import assert_same_step
 
-from efficient_densenet import DenseNet, create_model, rename_keys
+from efficient_densenet import create_model, rename_keys
 
 
 def test_torchvision_and_ours_compute_the_same():
@@ -38,29 +38,6 @@ def test_the_same_seed_draws_torchvision_s_weights():
     ours = create_model("densenet121", **settings)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-LAYOUTS = {
-    "gpleiss": lambda key: key.replace("features.norm5.", "features.norm_final."),
-    "old torchvision": lambda key: (
-        key.replace("norm1", "norm.1").replace("norm2", "norm.2").replace("conv1", "conv.1").replace("conv2", "conv.2")
-    ),
-    "DataParallel": lambda key: f"module.{key}",
-    "torch.compile of DataParallel": lambda key: f"_orig_mod.module.{key}",
-    "ours": lambda key: key,
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_other_layouts_load_strictly(layout):
-    source = small_model("bc")
-    foreign = {LAYOUTS[layout](key): tensor for key, tensor in source.state_dict().items()}
-    target = small_model("bc")
-    target.load_state_dict(rename_keys(foreign), strict=True)
-    for key, tensor in target.state_dict().items():
-        assert torch.equal(tensor, source.state_dict()[key])
-    if layout == "gpleiss":  # whose constructor takes its arguments by position
-        assert DenseNet(12, [2, 2, 2], 0.5, 24, 4, 0, 10, True, True).engine == "best"
 
 
 def test_two_names_for_one_tensor_are_an_error():
