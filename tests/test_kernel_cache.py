@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import stat
-import threading
 import time
 from pathlib import Path
 
@@ -149,40 +148,6 @@ def test_processes_that_compile_at_once_and_one_is_killed_while_it_writes(cache,
     os.utime(left, (time.time() - 7200,) * 2)
     disk_cache.store("any", b"key", b"content")
     assert not left.exists()
-
-
-def test_the_files_of_a_kernel_that_were_used_last_stay(cache):
-    """So that versions which share a directory keep each other's files."""
-    keys = [str(i).encode() for i in range(disk_cache.FILES_PER_KERNEL + 3)]
-    for i, key in enumerate(keys):
-        disk_cache.store("any", key, b"content")
-        os.utime(disk_cache._file(cache, "any", key), (i, i))
-    disk_cache.store("any", keys[-1], b"content")
-    assert [disk_cache.load("any", key) is not None for key in keys] == [i >= 3 for i in range(len(keys))]
-    assert load()
-
-
-def test_threads_get_one_kernel(monkeypatch):
-    compilation.load_or_compile.cache_clear()
-    linked, begin, original = [], threading.Barrier(4), compilation._link
-
-    def link(file):
-        time.sleep(0.05)  # while others come
-        linked.append(original(file))
-        return linked[-1]
-
-    def use():
-        begin.wait()
-        addresses.append(compilation.compile_kernel(KERNEL, torch.float32))
-
-    monkeypatch.setattr(compilation, "_link", link)
-    addresses, threads = [], [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert addresses == [linked[0]] * 4
-    assert len(linked) == 1
 
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):

@@ -66,12 +66,7 @@ def test_the_first_use_compiles_in_processes_and_says_so(first_use, started, cap
     assert len(caplog.records) == len(started) == 1
 
 
-def test_all_kernels_are_compiled(monkeypatch):
-    defined = {name for name, each in vars(numba_kernels).items() if getattr(each, "pack", None)}
-    assert {*compile_ahead._requests(torch.float32)} == defined | {"gemm"}
-
-
-@pytest.mark.parametrize("program", ["import time; time.sleep(600)", "raise SystemExit(1)", None])
+@pytest.mark.parametrize("program", ["import time; time.sleep(600)", None])
 def test_whatever_processes_fail_to_compile_is_compiled_here(program, first_use, monkeypatch):
     def start(*arguments, **streams):
         if program is None:
@@ -85,10 +80,3 @@ def test_whatever_processes_fail_to_compile_is_compiled_here(program, first_use,
     assert first_use()
     assert stored() == set(NAMES)
     assert all(process.poll() is not None for process in started)
-
-
-def test_without_a_cache_no_process_is_started(first_use, started, monkeypatch, caplog):
-    monkeypatch.setattr(disk_cache, "directory", lambda: None)
-    assert first_use()
-    assert started == []
-    assert "in this process, about" in caplog.text

@@ -81,7 +81,7 @@ def test_every_set_of_kernels_equals_the_reference(kernel_set, consumer, dtype, 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     block, last, first = _stage(consumer)
     examples = []
-    others = 4 if kernel_set.startswith("triton") else 19  # which is interpreted
+    others = 1 if kernel_set.startswith("triton") else 19  # which is interpreted
     for x in (first, *(torch.randn_like(first) for _ in range(others))):
         weights = torch.randn_like(last(block(x)))
         examples.append((x.to(dtype), weights, _reference(block, last, x, weights)))

@@ -215,16 +215,6 @@ def test_this_version_of_triton_is_known():
     )
 
 
-@pytest.mark.parametrize(("version", "num_constants"), [("3.2.0", 0), ("3.3.1", 2), ("3.9.0", 2)])
-def test_whether_constants_are_passed_depends_on_the_version_of_triton(
-    version, num_constants, driver, kernel, monkeypatch
-):
-    recorder = _recorded(kernel, {})
-    monkeypatch.setattr(triton, "__version__", version)
-    recorder.replay()
-    assert driver.launches[-1][12:] == (32, 1, 2.0, 32)[: 2 + num_constants]
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_replays_launches():
     kernel, recorder = triton.jit(do_not_specialize=["num_rows"])(scaled), Recorder()
