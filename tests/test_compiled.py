@@ -76,23 +76,24 @@ def _train_alike(ours: nn.Module, plain: nn.Module, x: Tensor, compiled: nn.Modu
 
 def _partly_frozen() -> nn.Module:
     """The first norms of the layers, and the parameters of the convolutions."""
-    model = add_conv_biases(small_model("bc", efficient=False), "transition")
+    model = add_conv_biases(small_model("bc", efficient=False, block_config=(2, 1)), "transition")
     freeze_norms(model, "norm2")
     freeze_parameters(model, lambda name: "norm" in name or "classifier" in name)
     return model
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    **{family: lambda family=family: small_model(family, efficient=False) for family in FAMILIES},
+    **{family: lambda family=family: small_model(family, efficient=False) for family in ("basic", "bc")},
+    "imagenet": lambda: small_model("imagenet", efficient=False, block_config=(2, 1)),
     "channels_last": lambda: small_model("bc", efficient=False).to(memory_format=torch.channels_last),
     "volumes with biases, dropout and kept bottlenecks": lambda: add_conv_biases(
-        small_model("bc", efficient=False, dims=3, block_config=(2, 1), drop_rate=0.3, keep_bottleneck=True)
+        small_model("bc", efficient=False, dims=3, block_config=(2,), drop_rate=0.3, keep_bottleneck=True)
     ),
     "partly frozen": _partly_frozen,
-    "U-Net": lambda: FCDenseNet(3, (2, 2, 2), num_init_features=4, num_classes=2, efficient=False).double(),
+    "U-Net": lambda: FCDenseNet(3, (1, 2, 1), num_init_features=4, num_classes=2, efficient=False).double(),
     **{f"backbone, {maps}": lambda maps=maps: features(small_model("bc", efficient=False), maps=maps) for maps in MAPS},
 }
-QUICK = "imagenet", "partly frozen", "volumes with biases, dropout and kept bottlenecks", "U-Net", "torchvision"
+QUICK = "imagenet", "partly frozen", "volumes with biases, dropout and kept bottlenecks"
 
 
 def _cases(names: Any) -> list:

@@ -134,7 +134,7 @@ def test_a_next_bottleneck_is_no_wider_than_the_scratch_of_the_layer_before_it(i
     arguments = next(each for each in _calls("conv1x1_backward") if "next_bottleneck" in each)
     input, weight, output = arguments["next_bottleneck"]
     wider = Conv1x1(input, weight.repeat(2, 1), output.repeat(1, 2))
-    with pytest.raises(ValueError, match="next_bottleneck.weight of shape"):
+    with pytest.raises(ValueError, match=r"next_bottleneck\.weight of shape"):
         kernels.conv1x1_backward(**arguments | {"next_bottleneck": wider})
 
 

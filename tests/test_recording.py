@@ -574,6 +574,14 @@ def test_an_unknown_mode_is_an_error(monkeypatch):
         programs.mode()
 
 
+def test_the_least_recently_used_programs_are_forgotten(monkeypatch):
+    monkeypatch.setattr(programs, "MAX_PROGRAMS", 2)
+    x = torch.rand(5)
+    for settings in ("a", "b", "a", "b", "b", "a", "c"):
+        programs.run(lambda: [x + 1], settings, [x])
+    assert [isinstance(entry, Program) for entry in programs.entries()] == [True, False]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_temporaries_that_live_at_once_do_not_overlap(seed):
     class Temporary:

@@ -12,33 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_all_close, random_images, results_of, small_model, with_engine
-from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_densenet
 from efficient_densenet import _torch_private, doctor
-from efficient_densenet._compilers import (
-    READS_CONVERTED_MODULES,
-    constant_to_compilers,
-    may_read_converted_modules,
-    skipped_by_compilers,
-    specialized,
-)
+from efficient_densenet._compilers import skipped_by_compilers
 from efficient_densenet._torch_private import (
-    convolutions_in_tf32,
     has_dispatch_mode,
     memory_key,
-    name_of_function_mode,
-    onednn_supports,
     process_group_named,
     saved_tensors_hooks_enabled,
     without_dispatch_modes,
 )
 from efficient_densenet.engine import choose
 from efficient_densenet.kernels.convolution import conv3x3
-from efficient_densenet.memory import predict, tensor_peak
+from efficient_densenet.memory import predict
 
 PACKAGE = Path(efficient_densenet.__file__).parent
 KNOWN = "torch.nn.modules.", "torch.utils._python_dispatch.TorchDispatchMode", "torch.utils._pytree"
@@ -135,14 +124,6 @@ def test_memory_key():
     assert memory_key(sparse) == memory_key(sparse) != memory_key(y.to_sparse())
 
 
-@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
-def test_convolution_memory_format(of_weight):
-    x, weight = torch.ones(2, 3, 5, 5), torch.ones(4, 3, 3, 3).contiguous(memory_format=of_weight)
-    actual = _torch_private.convolution_memory_format(x, weight, 2, 2)
-    assert F.conv2d(x, weight, padding=2, dilation=2).is_contiguous(memory_format=actual)
-    assert actual == of_weight
-
-
 def test_without_dispatch_modes():
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -162,62 +143,6 @@ def test_without_dispatch_modes():
     assert len(seen) == 1
 
 
-def test_name_of_function_mode():
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    assert name_of_function_mode() is None
-    with torch.device("cpu"):
-        assert name_of_function_mode() is None
-        with Mode(), torch.device("cpu"):
-            assert name_of_function_mode() == "Mode"
-
-
-@pytest.mark.parametrize("allowed", [False, True])
-def test_convolutions_in_tf32(allowed, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", allowed)
-    assert convolutions_in_tf32() is allowed
-    if hasattr(torch.backends.cudnn, "conv"):  # since PyTorch 2.9
-        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is allowed
-
-
-def _compiled(function, **options):
-    torch._dynamo.reset()
-    graphs = []
-
-    def record(graph, inputs):
-        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
-        return graph
-
-    return torch.compile(function, backend=record, **options), graphs
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_constants_to_compilers(fresh_compiler):
-    """A compiler takes a number that has changed for a variable, which `constant_to_compilers` cannot have."""
-    calls = []
-
-    class Scaling(nn.Module):
-        scale = 0.1
-
-        def forward(self, x):
-            return x * text_length(specialized(self.scale))
-
-    @constant_to_compilers
-    def text_length(value):
-        calls.append(value)
-        return len(list(reversed(str(value))))
-
-    model = Scaling()
-    compiled, graphs = _compiled(model, fullgraph=True)
-    for scale in (0.1, 0.25, 0.125, 0.1, 0.25):
-        model.scale = scale
-        assert compiled(torch.ones(1)).item() == len(str(scale))
-    assert len(graphs) == len(calls) == 3
-    assert specialized(0.1) == 0.1
-
-
 @pytest.mark.filterwarnings("ignore")  # of the compiler
 def test_skipped_by_compilers():
     def inner(x):
@@ -232,28 +157,20 @@ def test_skipped_by_compilers():
         return function(x)
 
     for function, names in ((outer, {"exp", "tan"}), (lambda x: inner(x).sin(), {"exp", "cos", "sin", "tan"})):
-        compiled, graphs = _compiled(lambda x, function=function: outside_of_graphs(x.exp(), function).tan())
-        x = torch.ones(2)
+        torch._dynamo.reset()
+        graphs = []
+
+        def record(graph, inputs, graphs=graphs):
+            graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+            return graph
+
+        run = lambda x, function=function: outside_of_graphs(x.exp(), function).tan()  # noqa: E731
+        compiled, x = torch.compile(run, backend=record), torch.ones(2)
         assert torch.equal(compiled(x), x.exp().cos().sin().tan())
         assert {str(target) for targets in graphs for target in targets} == names
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_may_read_converted_modules():
-    assert may_read_converted_modules()
-    compiled, _ = _compiled(lambda x: x + may_read_converted_modules(), fullgraph=True)
-    assert compiled(torch.zeros(1)).item() == READS_CONVERTED_MODULES
 
 
 def test_saved_tensors_hooks_enabled():
     assert saved_tensors_hooks_enabled()
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
         assert not saved_tensors_hooks_enabled()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_onednn_supports(dtype):
-    """The memory of a convolution tells: im2col takes the columns, nine times the input."""
-    images, weight = torch.zeros(2, 16, 64, 64, dtype=dtype), torch.zeros(16, 16, 3, 3, dtype=dtype)
-    peak = tensor_peak(lambda: torch.conv2d(images, weight, padding=1))
-    assert onednn_supports(dtype) == (peak < 5 * images.nbytes)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import itertools
 import math
 
 import pytest
@@ -164,18 +165,6 @@ def test_tf32_follows_the_setting_for_convolutions_and_the_device(monkeypatch):
         assert conv1x1.product_precision(weight.to(dtype)) is tiles.Precision.IEEE
 
 
-@pytest.mark.parametrize(("channels", "in_place"), [(8, True), (6, False)])
-def test_the_gradient_of_whole_sectors_is_written_in_place(channels, in_place):
-    case = Case((2, 5, 7), channels, 16)
-    expected = triton_kernels.batch_norm_grad_input(
-        case.batch_norm_backward(case.values, case.grad_accum.clone(), channels)
-    )
-    grad = case.batch_norm_backward(case.values, case.grad_accum, channels)
-    result = triton_kernels.batch_norm_grad_input(grad, may_overwrite=True)
-    assert torch.equal(result, expected)
-    assert (result.data_ptr() == case.grad_accum.data_ptr()) == in_place
-
-
 @pytest.mark.parametrize("operation", ["affine_forward", "conv1x1_forward", "conv1x1_backward", "conv3x3_backward"])
 def test_norm_parameters_in_half_precision(operation):
     case = Case((2, 5, 7), 9, 16)
@@ -193,16 +182,6 @@ def test_other_memory_formats():
         check("conv3x3_backward", case)
         grad_weight, *_ = OPERATIONS["conv3x3_backward"](triton_kernels, case)
         assert grad_weight.is_contiguous()
-
-
-def test_narrow_weights_are_arranged_in_channels_last():
-    shapes = [(12, 8, 3, 3), (12, 8, 3, 3), (70, 8, 3, 3), (12, 8, 3), (16, 8, 3, 3)]
-    weights = [torch.randn(shape, device=DEVICE) for shape in shapes]
-    arranged = triton_kernels.arranged_weights(weights)
-    for i, (weight, other) in enumerate(zip(weights, arranged, strict=True)):
-        assert torch.equal(weight, other)
-        assert (other is weight) == (i in (2, 3))
-        assert other is weight or other.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("operation", CONV3X3)
@@ -246,6 +225,17 @@ def test_the_choice_between_triton_and_cudnn(width, shape, dtype, allow_tf32, di
     assert conv3x3.is_for_triton(weight, torch.Size(shape), dilation) is (expected and width <= 16)
     monkeypatch.setattr(conv3x3, "HAS_GATHER", False)  # as before Triton 3.3
     assert not conv3x3.is_for_triton(weight, torch.Size(shape), dilation)
+
+
+@pytest.mark.parametrize("overhead", [0.5, 3.0])
+def test_no_split_of_the_rows_is_empty(overhead):
+    """Its sums would be what was in memory."""
+    sizes = (1, 63, 64, 65, 3136, 262144), (32, 64), (1, 3, 16, 300), (1, 4, 264)
+    for num_rows, block_rows, channel_tiles, resident in itertools.product(*sizes):
+        splits = tiles.row_splits(num_rows, block_rows, channel_tiles, resident, overhead)
+        row_tiles = math.ceil(num_rows / block_rows)
+        assert 1 <= splits <= row_tiles
+        assert (splits - 1) * math.ceil(row_tiles / splits) < row_tiles
 
 
 def test_kernels_for_chooses_by_device_and_dtype(monkeypatch):
