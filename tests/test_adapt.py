@@ -52,8 +52,6 @@ def test_training_matches_plain_and_restore_undoes_the_conversion(name, engine):
     assert not report.unchanged
     assert len(report) == num_blocks
     assert {change.engine for change in report.changed} == {"shared" if engine is True else engine}
-    assert all(change.kept < change.kept_before for change in report.changed)
-    assert report.joined == (["features"] if engine is True else [])
     assert list(model.state_dict()) == keys
     assert [id(tensor) for tensor in model.state_dict(keep_vars=True).values()] == tensors
     assert all(isinstance(module, cls) for module, cls in zip(model.modules(), classes, strict=True))
@@ -272,13 +270,14 @@ def test_frozen_parameters_and_a_saved_bottleneck():
     model = build("timm_efficient")
     plain = plain_reference("timm_efficient", model)
     make_efficient(model)
+    x = image_batch("timm_efficient")
+    recomputed = saved_bytes(lambda: copy.deepcopy(model)(x))
     model.features.denseblock2.denselayer1.keep_bottleneck = True
-    assert convert_and_report(model).changed[1].kept == 2 * GROWTH + convert_and_report(plain).changed[1].kept
-    restore(plain)
+    assert saved_bytes(lambda: copy.deepcopy(model)(x)) > recomputed
     for each in (model, plain):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_("denseblock2" in name or "classifier" in name)
-    assert_same_training(model, plain, image_batch("timm_efficient"))
+    assert_same_training(model, plain, x)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

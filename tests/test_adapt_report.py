@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from dense_families import Block, ResidualDense, TwoDropouts, tiramisu
 from helpers import convert_and_report
-from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch, build, features_block
+from third_party_models import GROWTH, START, LayerHalves, assert_same_training, block_batch, features_block
 from torch import Tensor, nn
 
 from efficient_densenet import conversion_report, densenet121, make_efficient, restore
@@ -20,12 +20,6 @@ def test_a_residual_dense_block_is_reported_with_the_reason():
     assert list(report.unchanged) == ["1"]
     assert report.unchanged["1"].startswith(
         "found the output of add, where a dense layer has norm, activation and convolution"
-    )
-
-
-def test_a_sequence_is_said_to_join_only_where_it_is_called_itself():
-    assert "  features: where it is called itself, blocks run together with" in str(
-        convert_and_report(build("kuangliu"))
     )
 
 
@@ -103,7 +97,6 @@ def test_a_block_that_needs_another_trace_input_gets_it(layer):
     plain = copy.deepcopy(block)
     (changed,) = convert_and_report(block).changed
     assert changed.recomputes == "each layer whole"
-    assert 0 < changed.kept < changed.kept_before
     block(x).sum().backward()
     plain(x).sum().backward()
     for actual, expected in zip(block.parameters(), plain.parameters(), strict=True):

@@ -129,11 +129,11 @@ def _own_norm(channels: int) -> nn.Module:
 BLOCKS = {
     "keeps its output": (
         lambda: KeepsItsOutput(tiramisu),
-        "writes to skip of a KeepsItsOutput",
+        "after its forward skip of a KeepsItsOutput has changed",
     ),
     "appends to its list": (
         lambda: AppendsToItsList(tiramisu),
-        "writes to outputs of a AppendsToItsList",
+        "after its forward outputs of a AppendsToItsList has changed",
     ),
     "counts in a tensor by a function": (
         lambda: CountsInATensorByAFunction(tiramisu),
@@ -142,7 +142,7 @@ BLOCKS = {
     "holds a script": (lambda: Block(_LayerWithAScript), "holds a ScriptModule, whose code is not Python's"),
     "appends to a global list": (
         lambda: AppendsToAGlobalList(tiramisu),
-        "writes to _skips in AppendsToAGlobalList",
+        "after its forward _skips in AppendsToAGlobalList.forward has changed",
     ),
     "appends to a list of its class": (
         lambda: AppendsToAListOfItsClass(tiramisu),
@@ -150,11 +150,11 @@ BLOCKS = {
     ),
     "hands its output on": (
         lambda: HandsItsOutputOn(tiramisu),
-        "writes to skips of a HandsItsOutputOn",
+        "after its forward skips of a HandsItsOutputOn has changed",
     ),
     "hooks its input": (lambda: HooksItsInput(tiramisu), "registers a hook on its input, which would see another"),
-    "counts": (lambda: Block(_CountingLayer), "writes to calls of a _CountingLayer"),
-    "norm of its own": (lambda: Block(_own_norm), "writes to layers.0.0.running_mean"),
+    "counts": (lambda: Block(_CountingLayer), "after its forward calls of a _CountingLayer has changed"),
+    "norm of its own": (lambda: Block(_own_norm), "after its forward layers.0.0.running_mean has changed"),
 }
 
 

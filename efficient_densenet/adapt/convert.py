@@ -3,28 +3,28 @@
 import logging
 import warnings
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose, plan
 from ..engine.choose import Engine
-from ..engine.parts import BlockParts, NoPartsError, parts_of
+from ..engine.parts import NoPartsError
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, restore_block
 from .errors import NotRunError, SideEffectError, VerificationError
+from .read import Parts
 from .recipes import WHOLE, Recipe
-from .report import Changed, Report, saved_by_shared_engine
+from .report import Changed, Report
 from .sequences import (
     BlocksInARow,
     ConvertedSequence,
     has_converted_blocks,
     holds_converted_blocks,
-    is_block,
     stages_of,
 )
 from .structure import (
@@ -81,9 +81,6 @@ def conversion_report(model: nn.Module) -> Report:
 def convert(model: nn.Module, engine: bool | str = True) -> Report:
     """Run every dense block in `model` by `engine`, and report it."""
     parsed, report = choose.parse(engine), Report()
-    for module in _blocks(model):
-        if module._conversion.pattern == WHOLE:  # it may have become a dense block
-            restore_block(module)
     _convert_tree("", model, parsed, report, set())
     for module in [*model.modules()][::-1]:  # inner sequences first
         if has_converted_blocks(module):
@@ -91,7 +88,7 @@ def convert(model: nn.Module, engine: bool | str = True) -> Report:
         elif isinstance(module, ConvertedSequence) and not holds_converted_blocks(module):
             remove_mixin(module, ConvertedSequence)
     report.transitions = _convert_transitions(model, parsed)
-    _report_stages(model, report, parsed)
+    _merge_rows(model, report, parsed)
     return report
 
 
@@ -149,9 +146,11 @@ def _convert_tree(
 def _convert(module: nn.Module, engine: Engine | None, may_be_layer: bool) -> Exception | None:
     """Convert `module` itself; return the reason if it cannot be converted, and None if it was."""
     if isinstance(module, ConvertedBlock):
-        module.set_engine(engine)
-        module._verify_again()
-    elif isinstance(module, DenseBlock):
+        if module.why_not_recompute() is None and module._conversion.pattern != WHOLE:
+            module._conversion = replace(module._conversion, engine=engine)
+            return None
+        restore_block(module)  # it may be converted another way now
+    if isinstance(module, DenseBlock):
         vars(module).setdefault("_original_engine", module.engine)
         module.engine = engine
     elif not has_forward(module):
@@ -179,10 +178,12 @@ def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
             if isinstance(module, ConvertedTransition):
                 restore_transition(module)
         return []
-    blocks = _blocks(model)
-    widths = {_out_channels(parts) for parts in map(_parts, blocks) if parts is not None}
+    blocks, widths, names = [each for each in model.modules() if isinstance(each, ConvertedBlock)], set[int](), []
+    for block in blocks:
+        with suppress(NoPartsError):
+            last = block.dense_parts().layers[-1]
+            widths.add(last.conv1.in_channels + last.last_conv.out_channels)
     inside = {module for block in blocks for module in block.modules()}
-    names = []
     for name, module in model.named_modules():
         if module in inside or transition_width(module) not in widths:
             continue
@@ -192,80 +193,37 @@ def _convert_transitions(model: nn.Module, engine: Engine | None) -> list[str]:
     return names
 
 
-def _blocks(model: nn.Module) -> list[ConvertedBlock]:
-    return [module for module in model.modules() if isinstance(module, ConvertedBlock)]
-
-
-def _parts(block: ConvertedBlock) -> BlockParts | None:
-    try:
-        return block.dense_parts()
-    except NoPartsError:
-        return None
-
-
-def _out_channels(parts: BlockParts) -> int:
-    last = parts.layers[-1]
-    return last.conv1.in_channels + last.last_conv.out_channels
-
-
 def _changed(name: str, block: nn.Module, engine: Engine | None) -> Changed:
     """The report's entry for a converted block."""
-    reason = _why_not(engine or Engine.SHARED, block)
-    used = engine or Engine.SHARED
+    conv, used, recomputes = first_conv(block), engine or Engine.SHARED, ""
+    parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
+    small_input = parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block)))
+    reason = choose.why_not(used, block, small_input)
     if engine is None and reason is not None:
-        used = Engine.CHECKPOINT if _why_not(Engine.CHECKPOINT, block) is None else Engine.PLAIN
+        can_recompute = choose.why_not(Engine.CHECKPOINT, block, small_input) is None
+        used = Engine.CHECKPOINT if can_recompute else Engine.PLAIN
     text = used.value
     if reason is not None:
         text += f" ({reason})" if engine is None else f", which will raise: {reason}"
-    kept_before, kept, recomputes = 0, 0, ""
+    pattern = None
     if isinstance(block, ConvertedBlock):
+        pattern = block._conversion.pattern
         block.update_norms_once(used)
         if used in (Engine.CHECKPOINT, Engine.OFFICIAL) and block.why_not_recompute() is None:
-            block.recompute_whole_layers()
-            recomputes = block.recomputes
-        kept_before, kept = block._conversion.saved
-        kept = kept_before if used is Engine.PLAIN else kept
-    if used is Engine.SHARED and reason is None:
-        kept = round(saved_by_shared_engine(parts_of(block)))
-    return Changed(name, _count_layers(block), text, kept_before, kept, recomputes)
-
-
-def _count_layers(block: nn.Module) -> int:
-    pattern = block._conversion.pattern if isinstance(block, ConvertedBlock) else None
+            recomputes = "the block whole" if pattern == WHOLE else "each layer whole"
     if isinstance(pattern, Recipe):
-        return len(pattern.calls) or (count_layers(block) if looks_dense(block) else 1)
-    return len(pattern.layers) if pattern is not None and pattern.layers else count_layers(block)
+        layers = len(pattern.calls) or (count_layers(block) if looks_dense(block) else 1)
+    else:
+        layers = len(pattern.layers) if isinstance(pattern, Parts) and pattern.layers else count_layers(block)
+    return Changed(name, layers, text, recomputes)
 
 
-def _why_not(engine: Engine, block: nn.Module) -> str | None:
-    return choose.why_not(engine, block, _small_input(block))
-
-
-def _small_input(block: nn.Module) -> Tensor:
-    """A small input of the dtype and device of the parameters."""
-    conv = first_conv(block)
-    parameter = next(conv.parameters())  # not conv.weight, which a parametrization would compute
-    return parameter.new_empty(2, conv.in_channels, *([3] * dimensions(block)))
-
-
-def _report_stages(model: nn.Module, report: Report, engine: Engine | None) -> None:
-    """Report blocks in a row as one, and the sequences in which a block runs together with the module after it."""
+def _merge_rows(model: nn.Module, report: Report, engine: Engine | None) -> None:
+    """Report blocks in a row as one."""
     names = {module: name for name, module in model.named_modules()}
-    inside: set[nn.Module] = set()
-    for sequence, name in names.items():
-        if not isinstance(sequence, ConvertedSequence) or sequence in inside:
-            continue
-        inside.update(module for module in sequence.modules() if isinstance(module, ConvertedSequence))
-        blocks = [module for _, module in stages_of(sequence)]
-        for block in blocks:
-            if isinstance(block, BlocksInARow):
-                row = [names[each] for each in block]
-                report.merge(row, _changed(f"{row[0]} to {row[-1]}", block, engine))
-        if any(is_block(block) and _can_join(block, consumer) for block, consumer in pairwise(blocks)):
-            report.joined.append(name)
-
-
-def _can_join(block: ConvertedBlock | BlocksInARow, consumer: nn.Module) -> bool:
-    """Whether the shared engine can run a converted block together with the module after it."""
-    stage = plan.make_plan(_small_input(block), block, consumer)
-    return choose.may_be_shared(block) and not isinstance(stage, str) and stage.spec.consumer is not None
+    for sequence in names:
+        rows = stages_of(sequence) if isinstance(sequence, ConvertedSequence) else ()
+        for _, row in rows:
+            if isinstance(row, BlocksInARow):
+                inside = [names[each] for each in row]
+                report.merge(inside, _changed(f"{inside[0]} to {inside[-1]}", row, engine))

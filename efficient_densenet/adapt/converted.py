@@ -1,7 +1,6 @@
 """Converted dense blocks: a mixin for the classes of other libraries' modules."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -22,9 +21,7 @@ from ..engine.limits import must_be_called
 from ..engine.parts import BlockParts, NoPartsError
 from ..engine.sharded import why_sharded
 from ..norms.batch_norm import UpdatesOnce
-from .errors import VerificationError
 from .find import Conversion, find, restore_norms, update_norms_once
-from .guard import guard_of
 from .layers import run_layers, skips_a_hook, unshared
 from .read import Parts, block_parts, submodule
 from .recipes import WHOLE, Recipe, run_recipe, unchanged
@@ -53,27 +50,8 @@ class ConvertedBlock(VerifiedModule):
     def engine(self) -> Engine | None:
         return self._conversion.engine if may_read_converted_modules() else Engine.PLAIN
 
-    def set_engine(self, engine: Engine | None) -> None:
-        self._conversion = replace(self._conversion, engine=engine)
-
     def keep_bottlenecks(self, layers: Collection[int]) -> None:
         self._conversion = replace(self._conversion, kept_bottlenecks=frozenset(layers))
-
-    def _verify_again(self) -> None:
-        """Find out by a trace how the block uses its layers, unless its state is unchanged since the last trace.
-
-        This is for `make_efficient` alone. A forward compares states, and never runs a trace: other threads, processes
-        or a checkpoint around it would see the trace's parameters and operations.
-        """
-        if self.why_not_recompute() is None:
-            return
-        restore_norms(self, self._conversion.exactly_once_norms or ())
-        try:
-            found = find(self, super().forward)
-        except (NoPartsError, VerificationError) as failure:
-            found = Conversion(reason=f"found another block than was converted: {failure}", verified=guard_of(self))
-        kept = {"engine": self._conversion.engine, "exactly_once_norms": self._conversion.exactly_once_norms}
-        self._conversion = replace(found, **kept)
 
     def update_norms_once(self, engine: Engine) -> None:
         """Put the norms inside under the exactly-once rule where `engine` or the author's forward recomputes them. The
@@ -87,15 +65,10 @@ class ConvertedBlock(VerifiedModule):
         """Why no engine may run the block, or None: the forward of an unverified block may have side effects that must
         not be repeated."""
         change = self._state_change()
-        if change is not None:
-            again = f"found that {change} since it was verified: call make_efficient again, which verifies it"
-            return next(filter(None, map(why_sharded, [*self.modules()][1:])), again)
-        return self._conversion.reason if self._conversion.pattern is None else None
-
-    def read_state(self) -> tuple[Any, ...]:
-        """What `dense_parts` depends on besides the modules inside; the engine compares it at every forward."""
-        conversion = self._conversion
-        return self._state_change(), conversion.pattern, conversion.reason, conversion.kept_bottlenecks
+        if change is None:
+            return None
+        again = f"found that {change} since it was verified: call make_efficient again, which verifies it"
+        return next(filter(None, map(why_sharded, [*self.modules()][1:])), again)
 
     def dense_parts(self) -> BlockParts:
         pattern, reason = self._conversion.pattern, self.why_not_recompute() or self._conversion.reason
@@ -117,7 +90,7 @@ class ConvertedBlock(VerifiedModule):
         recomputes = run_first_half is not layerwise.run_first_half_plain
         if recomputes and not torch.compiler.is_compiling():  # a compiler recomputes without side effects
             update_norms_once(self)
-        by_layers = _run_by_layers(self, self._pattern(recomputes))
+        by_layers = _run_by_layers(self)
         if by_layers is not None:
             return by_layers(x, run_first_half)
         if not recomputes:
@@ -126,30 +99,6 @@ class ConvertedBlock(VerifiedModule):
         if run_first_half is layerwise.run_first_half_official:
             return cast(Tensor, torch_checkpoint(forward, x, use_reentrant=False))
         return checkpoint_call(forward, (x,), {})
-
-    @property
-    def recomputes(self) -> str:
-        """What engines that recompute do of each layer, for a report."""
-        pattern = self._pattern(recomputes=True)
-        if pattern == WHOLE:
-            return "the block whole"
-        return "each layer whole" if isinstance(pattern, Recipe) else "the first half of each layer"
-
-    def _pattern(self, recomputes: bool) -> Parts | Recipe | None:
-        whole_layers = self._conversion.whole_layers if recomputes else None
-        return whole_layers or self._conversion.pattern
-
-    def recompute_whole_layers(self) -> None:
-        """Let engines that recompute the first halves of layers recompute whole layers, if a trace finds out how.
-
-        The layers' outputs are all they save then.
-        """
-        conversion = self._conversion
-        if not isinstance(conversion.pattern, Parts) or conversion.whole_layers is not None or not may_be_called(self):
-            return
-        with suppress(NoPartsError, VerificationError):
-            found = find(self, super().forward, [Recipe])
-            self._conversion = replace(conversion, whole_layers=cast(Recipe, found.pattern), saved=found.saved)
 
     def _see_tracer(self, *args: Any) -> None:
         """Warn that a tracer of torch.fx makes a graph of the author's forward. FX quantization does not find norms
@@ -166,11 +115,10 @@ class ConvertedBlock(VerifiedModule):
         raise NotImplementedError("torch.jit.script cannot compile a converted dense block: restore(model) first")
 
 
-def _run_by_layers(
-    block: ConvertedBlock, pattern: Parts | Recipe | None
-) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
+def _run_by_layers(block: ConvertedBlock) -> Callable[[Tensor, RunFirstHalf], Tensor] | None:
     """The function that runs `block` layer by layer, or None if it would skip a module that must be called: one with a
     hook, and any module where there is a hook on all modules."""
+    pattern = block._conversion.pattern
     if pattern in (None, WHOLE) or has_global_module_hooks():
         return None
     if isinstance(pattern, Recipe):

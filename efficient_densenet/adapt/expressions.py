@@ -6,7 +6,7 @@ known of is a node of its own, equal to the same operation on equal inputs.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -161,8 +161,7 @@ class Expressions(TorchDispatchMode):
         """The expression of a tensor, and the text of another value, which tells 1, 1.0 and True apart; both inside
         lists and tuples too."""
         if not isinstance(value, Tensor):
-            is_several = isinstance(value, (list, tuple))
-            return (type(value).__name__, *map(self.of, value)) if is_several else f"{type(value).__name__} {value!r}"
+            return _constant(value, self.of)
         if not value.numel():  # all such tensors are in one place
             return self.table.number("nothing", (str(value.dtype),), value.shape)
         place = place_of(value)
@@ -189,20 +188,21 @@ class Expressions(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple, kwargs: dict | None) -> Any:
         kwargs, signature = kwargs or {}, _signature(func)
         name = signature.name
-        given = signature.defaults | dict(zip(signature.defaults, args, strict=False)) | kwargs
+        passed = dict(zip(signature.defaults, args, strict=False)) | kwargs
+        given = signature.defaults | passed
         if name.endswith("dropout") and not (given.get("p") and given.get("train", given.get("training"))):
             return func(*args, **kwargs)  # its input
         if name == "lift_fresh" and place_of(given["self"]) not in self._by_place and given["self"].numel() < _FEW:
             self.leaf(given["self"], "constant", *_values(given["self"]))
         first = given.get("self")
         is_floating = isinstance(first, Tensor) and first.is_floating_point()
-        inputs = {
+        inputs = signature.texts | {
             key: self.of(float(value) if is_floating and key in signature.scalars and type(value) is int else value)
-            for key, value in given.items()
+            for key, value in passed.items()
             if key not in _NOT_OF_VALUES
         }
         if not (self.depth_in_norms or "batch_norm" in name):
-            self.read |= {place_of(each) for each in given.values() if isinstance(each, Tensor) and each.dim() < 2}
+            self.read |= {place_of(each) for each in passed.values() if isinstance(each, Tensor) and each.dim() < 2}
         if given.get("stride") in ([], ()):  # of a pooling
             inputs["stride"] = inputs["kernel_size"]
         if signature.draws:
@@ -290,11 +290,13 @@ class Expressions(TorchDispatchMode):
 
 
 class _Signature(NamedTuple):
-    """An operation: its name without the underscore of in-place variants, its arguments with their defaults, those that
-    are numbers and those that it writes to, and whether it has arithmetic, draws random numbers, or reads values."""
+    """An operation: its name without the underscore of in-place variants, its arguments with their defaults and the
+    texts of these, those that are numbers and those that it writes to, and whether it has arithmetic, draws random
+    numbers, or reads values."""
 
     name: str
     defaults: dict[str, Any]
+    texts: dict[str, Any]
     scalars: set[str]
     written: set[str]
     computes: bool
@@ -310,12 +312,19 @@ def _signature(func: Any) -> _Signature:
     return _Signature(
         name,
         {each.name: each.default_value for each in arguments},
+        {each.name: _constant(each.default_value) for each in arguments if each.name not in _NOT_OF_VALUES},
         {each.name for each in arguments if str(each.type) == "number"},
         {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write},
         not (is_view or name in _WITHOUT_ARITHMETIC),
         torch.Tag.nondeterministic_seeded in func.tags,
         not _BY_VALUES.isdisjoint(func.tags),
     )
+
+
+def _constant(value: Any, of: Callable[[Any], Any] | None = None) -> Any:
+    """The text of a value that is no tensor, by which 1, 1.0 and True differ; of a list, that `of` its elements."""
+    is_several = isinstance(value, (list, tuple))
+    return (type(value).__name__, *map(of or _constant, value)) if is_several else f"{type(value).__name__} {value!r}"
 
 
 def _values(tensor: Tensor) -> tuple:

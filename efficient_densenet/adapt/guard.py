@@ -9,16 +9,16 @@ import builtins
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import cache, cached_property, partial
 from hashlib import sha256
+from itertools import zip_longest
 from numbers import Number
 from operator import is_
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -39,9 +39,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from .._mixins import author_class
 from ..norms.batch_norm import TORCH_CLASSES
 
-Held = list[tuple[str, Any, Any]]
-"""What a function may write to, with a description and the present contents."""
-
 
 class Constant(NamedTuple):
     """A value whose text says all of it; its class tells 1, 1.0 and True apart."""
@@ -50,16 +47,8 @@ class Constant(NamedTuple):
     text: str
 
 
-class DropRate(NamedTuple):
-    """A probability of dropout. If it was not 0 in the trace, any other probability is verified too: the trace tries
-    several, with different ones in each dropout of a block."""
-
-    value: float
-
-
-class TensorNames(tuple[str, ...]):
-    """The names of the parameters and buffers of one of torch's modules. Names may disappear, as by sharding. A new
-    name, such as `weight_orig`, means that the weight is now computed from this parameter."""
+Named = tuple[str, "str | int", Any]
+"""A value that functions name: its name, where it is, and its form; of a module its class and its number."""
 
 
 class Guard(NamedTuple):
@@ -67,32 +56,37 @@ class Guard(NamedTuple):
 
     Attributes:
         names: the names in the code of the functions.
-        modules: for each module the name of its class, its attributes, and which of the block's modules it is.
-        outside: values elsewhere, each with a description.
+        live: the rates of dropout that may change, each a module's number and an attribute: the trace tries several,
+            with different ones in each dropout of a block.
+        values: what is named.
+        objects: the attributes of modules that are no constants, each with the module's number.
         unknown: why a value cannot be compared, or a recomputation would do something again; or None.
         asks: why the parts of the layers cannot stand for the functions, whatever these compute; or None.
-        live: the rates of dropout that may change, each a module's number and an attribute; None for all.
     """
 
     names: frozenset[str]
-    modules: tuple[tuple[str, tuple[tuple[str, Any], ...], int], ...]
-    outside: tuple[tuple[str, Any], ...]
+    live: frozenset[tuple[int, str]]
+    values: tuple[Named, ...]
+    objects: tuple[tuple[int, str], ...]
     unknown: str | None
     asks: str | None
-    live: frozenset[tuple[int, str]] | None = None
-
-    def of(self, module: nn.Module) -> "Guard":
-        """What the functions of a module inside the block name now."""
-        walk = _Walk(module, self.names)
-        return self._replace(modules=tuple(walk.modules), outside=tuple(walk.outside))
 
 
-def guard_of(block: nn.Module, ran: Iterable[CodeType] = (), names: Iterable[str] = ()) -> Guard:
+def guard_of(
+    block: nn.Module,
+    ran: Iterable[CodeType] = (),
+    names: Iterable[str] = (),
+    live: Iterable[tuple[nn.Module, str]] | None = None,
+) -> Guard:
     """What the functions of `block` name now. They are those that are named, beginning with `forward`, and those of
-    which the code is among `ran`; `names` are further ones."""
+    which the code is among `ran`; `names` are further ones, `live` the rates of dropout that may change, by default all
+    that are not 0."""
+    numbers = {each: i for i, each in reversed(list(enumerate(_modules(block))))}
+    rates = ((each, name) for each in numbers for name in drop_rates(each)) if live is None else live
+    numbered = frozenset((numbers[each], name) for each, name in rates)
     names, before, walk = frozenset({"forward", *names}), frozenset[str](), _Walk(block, frozenset())
     while names != before:
-        walk, before = _Walk(block, names), names
+        walk, before = _Walk(block, names, numbered), names
         names = names.union(*map(_names_in, walk.codes))
         if names == before:  # a function that is called without its name, such as __getitem__
             names |= {each.co_name for each in ran if each not in walk.codes}
@@ -100,85 +94,64 @@ def guard_of(block: nn.Module, ran: Iterable[CodeType] = (), names: Iterable[str
     mode = next(iter(sorted(names & MODES)), None)
     asks = None if mode is None else f"asks PyTorch for {mode}, of which a trace cannot try every value"
     unknown = walk.unknown or unnamed or (None if names & MODES <= MODES_RESTORED else asks)
-    return Guard(names, tuple(walk.modules), tuple(walk.outside), unknown, walk.asks or asks)
+    return Guard(names, numbered, tuple(walk.values), tuple(walk.objects), unknown, walk.asks or asks)
 
 
-def held_by(block: nn.Module, names: frozenset[str]) -> Held:
-    """The collections, objects and variables that the functions of `block` may write to."""
-    return _Walk(block, names, holds=True).held
+def change_since(before: Guard, block: nn.Module) -> str | None:
+    """The first change of what the functions of `block` name, such as "scale of a DenseLayer was 1.0 and is 0.5", or
+    None."""
+    return _first_change(before.values, tuple(_Walk(block, before.names, before.live).values))
 
 
-def put_back(held: Held) -> str | None:
-    """Put back what was written since, and return the description of what was written to, or None."""
-    written = None
-    for what, each, before in held:
-        if isinstance(each, CellType):
-            is_same = each.cell_contents is before
-            each.cell_contents = before
-        elif isinstance(before, list):
+def reached_by(guard: Guard, block: nn.Module) -> Sequence[Named]:
+    """What the functions of `block` name besides constants that its modules hold, which have not changed."""
+    return _Walk(block, guard.names, objects=guard.objects).values
+
+
+class Snapshot:
+    """What functions of these names can reach from a module, with tensors by identity.
+
+    Attributes:
+        collection: the description of a list, a set or a dict to which the functions may write, or None.
+    """
+
+    def __init__(self, module: nn.Module, names: frozenset[str]) -> None:
+        self._module, self._walk = module, _Walk(module, names, by_identity=True)
+        self._contents = [(each, _contents(each)) for _, each in self._walk.collections]
+        self.collection = next((what for what, _ in self._walk.collections), None)
+
+    def change(self) -> str | None:
+        """The first change since, as of `change_since`."""
+        return _first_change(self._walk.values, _Walk(self._module, self._walk.names, by_identity=True).values)
+
+    def put_back(self) -> None:
+        """Give the collections their contents back."""
+        for each, before in self._contents:
             now = _contents(each)
-            is_same = len(now) == len(before) and all(map(is_, now, before))
-            if not is_same:
+            if len(now) != len(before) or not all(map(is_, now, before)):
                 each.clear()
-                pairs = zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True)
-                each.update(pairs) if isinstance(each, dict) else (getattr(each, "extend", None) or each.update)(before)
-        else:  # names of an object, a class, a module of Python, or the global variables of a function
-            variables = each if isinstance(each, dict) else vars(each)
-            changed = [(name, value) for name, value in before.items() if variables.get(name, _MISSING) is not value]
-            is_same = not changed
-            for name, value in changed:
                 if isinstance(each, dict):
-                    each.update({name: value}) if value is not _MISSING else each.pop(name)
+                    each.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
                 else:
-                    setattr(each, name, value) if value is not _MISSING else delattr(each, name)
-        written = written or (None if is_same else what)
-    return written
+                    (getattr(each, "extend", None) or each.update)(before)
 
 
 def _contents(collection: Any) -> list[Any]:
     return [*collection, *collection.values()] if isinstance(collection, dict) else [*collection]
 
 
-def change_since(before: Guard, block: nn.Module) -> str | None:
-    """The first change of what the functions of `block` name, such as "scale of a DenseLayer was 1.0 and is 0.5", or
-    None."""
-    now = _Walk(block, before.names)
-    modules, outside = tuple(now.modules), tuple(now.outside)
-    if modules == before.modules and outside == before.outside:
+def _first_change(before: Sequence[Named], now: Sequence[Named]) -> str | None:
+    if before == now:
         return None
-    if len(modules) != len(before.modules):
-        return "it has other modules"
-    pairs = list(zip(before.modules, modules, strict=True))
-    for (old, *_), (new, *_) in pairs:
-        if old != new:
-            return f"a {old} has become a {new}"
-    for i, ((name, old, _), (_, new, _)) in enumerate(pairs):
-        old_values, new_values = dict(old), dict(new)
-        for key in {**old_values, **new_values}:
-            difference = _difference(old_values.get(key, _MISSING), new_values.get(key, _MISSING))
-            is_live = (
-                isinstance(new_values.get(key), DropRate) and before.live is not None and (i, key) not in before.live
-            )
-            if difference is not None or (is_live and old_values.get(key) != new_values[key]):
-                return f"{key} of a {name} {difference or 'has changed'}"
-    if any(old[2] != new[2] for old, new in pairs):
-        return "other modules have several names"
-    for (what, old), (other, new) in zip(before.outside, outside, strict=False):
-        if what != other or old != new:
-            return f"{what} {_difference(old, new) or 'has changed'}"
-    return None if len(outside) == len(before.outside) else "its functions name other values"
-
-
-def _difference(old: Any, new: Any) -> str | None:
-    if isinstance(old, TensorNames) and isinstance(new, TensorNames):
-        added = [name for name in new if name not in old]
-        return f"have {added[0]} now" if added else None
-    if old == new or (isinstance(old, DropRate) and isinstance(new, DropRate) and old.value):
-        return None
-    texts = [each.text if isinstance(each, Constant) else getattr(each, "value", None) for each in (old, new)]
-    if None not in texts:
-        return f"was {texts[0]} and is {texts[1]}"
-    return "was added" if old is _MISSING else "was removed" if new is _MISSING else "has changed"
+    nothing = "", "", None
+    old, new = next(each for each in zip_longest(before, now, fillvalue=nothing) if each[0] != each[1])
+    if isinstance(old[1], int) and isinstance(new[1], int):
+        return "other modules have several names" if old[0] == new[0] else f"a {old[0]} has become a {new[0]}"
+    if old[:2] != new[:2]:
+        num_before, num_now = (sum(each[:2] == new[:2] for each in values) for values in (before, now))
+        return "{} {} was added".format(*new) if num_before < num_now else "{} {} was removed".format(*old)
+    texts = [each[2].text for each in (old, new) if isinstance(each[2], Constant)]
+    return " ".join(map(str, old[:2])) + (" was {} and is {}".format(*texts) if len(texts) == 2 else " has changed")
 
 
 def plain_attributes(block: nn.Module) -> tuple[tuple[tuple[str, bool | int | float | str], ...], ...]:
@@ -201,20 +174,26 @@ class _Walk:
     """One pass over the modules of a block, and over all that functions name.
 
     Attributes:
-        modules, outside, unknown, asks: as in `Guard`.
+        names, values, objects, unknown, asks: as in `Guard`.
         codes: the code of the functions, and of those inside.
-        held: what a function may write to: collections, objects, variables; each with a description and its contents.
+        collections: the lists, sets and dicts that functions may write to, each with a description.
     """
 
-    def __init__(self, block: nn.Module, names: frozenset[str], holds: bool = False) -> None:
-        self.names, self._reads_any = names, not names.isdisjoint(_READ_ANY)
-        self._attributes = names - OF_EVERY_MODULE
+    def __init__(
+        self,
+        block: nn.Module,
+        names: frozenset[str],
+        live: frozenset[tuple[int, str]] = frozenset(),
+        by_identity: bool = False,
+        objects: Iterable[tuple[int, str]] | None = None,
+    ) -> None:
+        self.names, self._live, self._by_identity = names, live, by_identity
+        self._reads_any, self._attributes = not names.isdisjoint(_READ_ANY), names - OF_EVERY_MODULE
         self._reads_training, self._flags = "training" in names, dict[str, bool]()
-        self.modules: list[tuple[Any, ...]] = []
-        self.outside: list[tuple[str, Any]] = []
+        self.values: list[Named] = []
+        self.objects: list[tuple[int, str]] = []
         self.codes: set[CodeType] = set()
-        self.held: Held = []
-        self._holds = holds
+        self.collections: list[tuple[str, Any]] = []
         self.unknown: str | None = None
         self.asks: str | None = None
         self._pending: list[Any] = []  # classes, modules of Python and functions, each once
@@ -223,10 +202,14 @@ class _Walk:
         for i, module in enumerate(modules):
             self._seen.setdefault(id(module), (i, module))
         try:
-            for module in modules:
-                self._see_module(module)
-            others, norms, dropouts = (self._flags.get(each, block.training) for each in ("", "norms", "dropouts"))
-            self.outside.append(("training of its modules", (others, norms, dropouts) in TRACED_FLAGS))
+            if objects is None:
+                for i, module in enumerate(modules):
+                    self._see_module(module, i)
+                others, norms, dropouts = (self._flags.get(each, block.training) for each in ("", "norms", "dropouts"))
+                self.values.append(("training", "of its modules", (others, norms, dropouts) in TRACED_FLAGS))
+            else:
+                self.values += [(name, i, self._form(name, vars(modules[i])[name])) for i, name in objects]
+                self._pend(*(cls for kind in dict.fromkeys(map(type, modules)) for cls in _kind_of(kind).authors))
             for each in self._pending:  # which grows
                 self._see_owner(each)
         except Exception as exc:  # of an author's object, such as one without a hash
@@ -245,62 +228,53 @@ class _Walk:
         """The names of those that a function may read, of the names that are held."""
         return [each for each in held if each not in OF_EVERY_MODULE] if self._reads_any else sorted(self.names & held)
 
-    def _see_module(self, module: nn.Module) -> None:
-        kind, held, values = _kind_of(type(module)), vars(module), list[tuple[str, Any]]()
+    def _see_module(self, module: nn.Module, i: int) -> None:
+        kind, held, number, values = _kind_of(type(module)), vars(module), self._seen[id(module)][0], self.values
         parameters = module._parameters or held.get("_former_parameters", {})  # of a replica of nn.DataParallel
+        values.append((kind.name, number, None))
         if kind.is_script:
             self._refuse("holds a ScriptModule, whose code is not Python's")
-        if kind.is_dropout:
-            values += [("p", DropRate(held["p"])), ("inplace", held["inplace"])]
-        elif kind.of_torch:
-            values.append(("tensors", _tensor_names(*parameters, *module._buffers)))
         if module._modules:
-            values.append(("modules", tuple(module._modules)))
+            values.append(("modules", kind.where, tuple(module._modules)))
         if self._reads_training:
             training = self._flags.setdefault(kind.group, module.training)
-            values.append(("training, beside the others',", module.training is training))
+            values.append(("training, beside the others',", kind.where, module.training is training))
+        own = ["p", "inplace"] if kind.is_dropout else []
         if self._reads_any or not self._attributes.isdisjoint(held):
-            for name in self._named(held.keys()):
-                if not (
-                    name in OF_EVERY_MODULE or name in parameters or (kind.is_dropout and name in ("p", "inplace"))
-                ):
-                    values.append((name, self._attribute(f"{name} of a {kind.name}", name, held[name])))
+            own += [each for each in self._named(held.keys()) if not (each in OF_EVERY_MODULE or each in parameters)]
+        for name in dict.fromkeys(own):
+            is_live = (number, name) in self._live and is_drop_rate(kind.is_dropout, name, held[name])
+            form = "any rate" if is_live else self._form(f"{name} {kind.where}", held[name])
+            values.append((name, kind.where, form))
+            self.objects += [] if is_live or isinstance(form, Constant) else [(i, name)]
         for tensors in (parameters, module._buffers):
-            if tensors and not (kind.of_torch and self.names.isdisjoint(tensors)):
-                named = self._named(tensors.keys())
-                values += [(each, "no tensor" if tensors[each] is None else "a tensor") for each in named]
+            named = [] if kind.of_torch and self.names.isdisjoint(tensors) else self._named(tensors.keys())
+            if kind.of_torch and not _TENSORS.issuperset(tensors):  # such as weight_orig, which computes the weight
+                named += [each for each in tensors if each not in _TENSORS]
+            values.extend((each, kind.where, "no tensor" if tensors[each] is None else "a tensor") for each in named)
         if kind.authors:
             self._pend(*kind.authors)
-        self.modules.append((kind.name, tuple(values), self._seen[id(module)][0]))
-
-    def _attribute(self, what: str, name: str, value: Any) -> Any:
-        return DropRate(value) if is_drop_rate(name, value) else self._form(what, value)
 
     def _see_owner(self, owner: Any) -> None:
         """See the named attributes of a class, a module of Python or a function, and all that a function names."""
         held, name = vars(owner), _name_of(owner)
+        where = f"of a {name}" if isinstance(owner, type) else f"of {name}"
         for each in self._named(held.keys()) if held else ():
             if each in self.names or not each.startswith("__"):
-                what = f"{each} of a {name}" if isinstance(owner, type) else f"{each} of {name}"
-                self.outside.append((what, self._form(what, held[each])))
-        if self._holds:
-            self.held.append((name, owner, {each: held.get(each, _MISSING) for each in self.names}))
+                self.values.append((each, where, self._form(f"{each} {where}", held[each])))
         if not isinstance(owner, FunctionType):
             return
         code, variables = owner.__code__, owner.__globals__
         self.codes |= set(_codes_in(code))
-        if self._holds:
-            before = {each: variables.get(each, _MISSING) for each in _names_in(code)}
-            self.held.append((f"a variable of {name}", variables, before))
         found = {each: variables.get(each, vars(builtins).get(each, _MISSING)) for each in _names_in(code)}
         found = {each: value for each, value in found.items() if value is not _MISSING}
         for each, cell in zip(code.co_freevars, owner.__closure__ or (), strict=True):
             with suppress(ValueError):  # not set yet
                 found[each] = cell.cell_contents
-                self.held.append((each, cell, cell.cell_contents))
         found |= {"a default": (owner.__defaults__, owner.__kwdefaults__)}
-        self.outside.append((f"the code of {name}", digest_of(code)))
-        self.outside += [(f"{each} in {name}", self._form(f"{each} in {name}", found[each])) for each in sorted(found)]
+        self.values.append(("the code", where, digest_of(code)))
+        for each in sorted(found):
+            self.values.append((each, f"in {name}", self._form(f"{each} in {name}", found[each])))
 
     def _form(self, what: str, value: Any) -> Any:
         """A form of `value` to be compared later: equal forms mean equivalent values."""
@@ -308,7 +282,8 @@ class _Walk:
         if kind in _CONSTANTS or isinstance(value, (Number, Enum)):
             return Constant(kind.__name__, repr(value))
         if isinstance(value, Tensor):
-            return "a tensor"
+            self._seen.setdefault(id(value), ("a tensor", value))
+            return ("a tensor", id(value)) if self._by_identity else "a tensor"
         if id(value) in self._seen:
             return self._seen[id(value)][0]
         if isinstance(value, torch.jit.ScriptFunction):
@@ -328,29 +303,29 @@ class _Walk:
             inside = {name: each for name, each in vars(value).items() if each or name not in OF_EVERY_MODULE}
         elif isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MANY:
             if not isinstance(value, (tuple, frozenset)):
-                self.held.append((what, value, _contents(value)))
+                self.collections.append((what, value))
             items = value.items() if isinstance(value, dict) else value
             inside = dict(enumerate(sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items))
         elif any(isinstance(value, cls) for cls in _INSIDE):
             names = next(names for cls, names in _INSIDE.items() if isinstance(value, cls))
             inside = {name: getattr(value, name) for name in names}
         elif (_authors(kind) and not issubclass(kind, type)) or kind in (SimpleNamespace, Namespace):
-            held = dict(getattr(value, "__dict__", {}))
-            if held:
-                self.held.append((what, value, dict.fromkeys(self.names, _MISSING) | held))
             slots = (name for cls in _authors(kind) for name in vars(cls).get("__slots__", ()))
-            held |= {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            held = getattr(value, "__dict__", {}) | {
+                each: getattr(value, each) for each in slots if hasattr(value, each)
+            }
             inside = {name: held[name] for name in self._named(held.keys())}
         else:
             self._refuse(f"reads {what}, a {kind.__name__}, whose changes would go unnoticed")
             return kind.__name__
-        return kind.__name__, *((name, self._attribute(what, str(name), each)) for name, each in inside.items())
+        return kind.__name__, *((name, self._form(what, each)) for name, each in inside.items())
 
 
 class _Kind(NamedTuple):
     """What a class says of its modules; those of one group are in one training mode in a trace."""
 
     name: str
+    where: str
     authors: tuple[type, ...]
     of_torch: bool
     is_dropout: bool
@@ -364,7 +339,7 @@ def _kind_of(cls: type[nn.Module]) -> _Kind:
     name, is_dropout = "BatchNorm" if cls in _BATCH_NORMS else cls.__name__, issubclass(cls, _DropoutNd)
     group = "dropouts" if is_dropout else "norms" if issubclass(cls, _NormBase) else ""
     is_script = issubclass(cls, torch.jit.ScriptModule)
-    return _Kind(name, _authors(cls), is_of_a_library(cls), is_dropout, group, is_script)
+    return _Kind(name, f"of a {name}", _authors(cls), is_of_a_library(cls), is_dropout, group, is_script)
 
 
 def class_as_written(cls: type[nn.Module]) -> type[nn.Module]:
@@ -427,24 +402,21 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules(child)
 
 
-def is_drop_rate(name: str, value: Any) -> bool:
-    return type(value) is float and "drop" in name and 0 <= value <= 1
+def drop_rates(module: nn.Module) -> list[str]:
+    """The names of the attributes of `module` that are rates of dropout, and not 0."""
+    kind = _kind_of(type(module))
+    held = vars(module) if kind.is_dropout or not kind.of_torch else {}
+    return [name for name, value in held.items() if is_drop_rate(kind.is_dropout, name, value) and value]
+
+
+def is_drop_rate(of_dropout: bool, name: str, value: Any) -> bool:
+    return type(value) is float and (name == "p" if of_dropout else "drop" in name) and 0 <= value <= 1
 
 
 def settings_of(block: nn.Module) -> set[str]:
     """The names of the settings of torch's modules without tensors, such as activations and poolings."""
     of_torch = (each for each in _modules(block) if is_of_a_library(type(each)) and not each._parameters)
     return {name for each in of_torch for name in vars(each)} - OF_EVERY_MODULE
-
-
-def positions(block: nn.Module) -> dict[nn.Module, int]:
-    """The numbers of a block's modules in a guard."""
-    return {each: i for i, each in reversed(list(enumerate(_modules(block))))}
-
-
-@cache
-def _tensor_names(*names: str) -> TensorNames:
-    return TensorNames(names)
 
 
 def _name_of(value: Any) -> str:
@@ -472,6 +444,7 @@ def digest_of(code: CodeType) -> bytes:
 
 TRACED_FLAGS = {(True, True, True), (False, False, False), (False, False, True), (True, False, True)}
 """The training modes of a trace: of all modules but norms and dropouts, of norms, and of dropouts."""
+_TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
 _MISSING, _MANY, _HEAP_TYPE = object(), 1000, 1 << 9  # the flag of classes that are made at run time
 _CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}

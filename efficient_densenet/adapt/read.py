@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._dimensions import dimensions_of
-from ..engine.parts import BlockParts, ConsumerParts, LayerParts, NoPartsError, activations_of, block_reader, composed
+from ..engine.parts import (
+    BlockParts,
+    ConsumerParts,
+    LayerParts,
+    NoPartsError,
+    activations_of,
+    block_reader,
+    composed,
+    is_activation,
+    is_norm,
+)
 from ..kernels.activations import ActivationSpec, module_of, spec_of_operation
 from .calls import Call
 from .expressions import Expression, Table
@@ -65,12 +75,29 @@ class Parts:
     newest_first: bool = False
     new_features_only: bool = False
 
+    @property
+    def units(self) -> list[Unit]:
+        return [unit for layer in self.layers for unit in layer.units]
 
-class Transition(NamedTuple):
+    @property
+    def dropouts(self) -> list[Dropout]:
+        return [layer.dropout for layer in self.layers if layer.dropout is not None]
+
+
+@dataclass(frozen=True)
+class Transition:
     """A transition: a unit, and after it dropout and poolings in their order."""
 
     unit: Unit
     after: tuple[Dropout | str, ...]
+
+    @property
+    def units(self) -> list[Unit]:
+        return [self.unit]
+
+    @property
+    def dropouts(self) -> list[Dropout]:
+        return [each for each in self.after if not isinstance(each, str)]
 
 
 def read_parts(block: nn.Module, table: Table, traces: Sequence[Trace]) -> Parts:
@@ -129,7 +156,22 @@ def read_transition(module: nn.Module, table: Table, traces: Sequence[Trace]) ->
     for each in in_modes:
         if each.unit != found.unit or [name for name in found.after if name in each.after] != list(each.after):
             raise NoPartsError("found modules that are other ones in some modes")
+    parts = consumer_parts(module, found)
+    if not (is_norm(parts.norm) and all(map(is_activation, parts.activations))):
+        raise NoPartsError("found a norm or an activation that the shared engine does not have")
     return found
+
+
+def run_transition(module: nn.Module, read: Transition, x: Tensor) -> Tensor:
+    """The transition's output, from its parts."""
+    parts = consumer_parts(module, read)
+    output = parts.norm(x)
+    if not activations_of(parts.norm):
+        output = parts.activations[0](output)
+    output = cast(_ConvNd, parts.conv)(output)
+    if parts.pools:
+        output = POOLS["avg_pool"](output)
+    return output if parts.after is None else parts.after(output)
 
 
 def _read_transition(module: nn.Module, table: Table, trace: Trace) -> Transition:

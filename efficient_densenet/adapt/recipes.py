@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import NoPartsError
 from .expressions import Expression, Table
-from .guard import Guard, change_since
+from .guard import Guard, Snapshot
 from .layers import unshared
 from .read import check_output, submodule
 from .structure import layers_in
@@ -152,21 +152,15 @@ def unchanged(module: nn.Module, forward: Callable, guard: Guard | None) -> Call
     """A `forward` of `module`, inside a block with this guard, for recomputation, which must read the same again."""
     if torch.compiler.is_compiling() or guard is None:  # a compiler recomputes with the values of the forward
         return forward
-    state, tensors = guard.of(module), _tensors(module)
+    before = Snapshot(module, guard.names)
 
     def run(*args: Any) -> Any:
-        are_same = all(now is before for now, before in zip(_tensors(module), tensors, strict=False))
-        change = change_since(state, module) or (None if are_same else "a tensor was replaced")
+        change = before.change()
         if change is not None:
             raise RuntimeError(
                 f"found that {change} between the forward of a {type(module).__name__} and its backward, which "
-                " recomputes it: change it after the backward"
+                "recomputes it: change it after the backward"
             )
         return forward(*args)
 
     return run
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors that modules hold as attributes, besides parameters and buffers."""
-    return [value for each in module.modules() for value in vars(each).values() if isinstance(value, Tensor)]

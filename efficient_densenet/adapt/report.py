@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from ..engine.parts import BlockParts
-
 
 @dataclass(frozen=True)
 class Changed:
@@ -14,8 +12,6 @@ class Changed:
         name: the block's name in the model.
         layers: the number of its layers.
         engine: the engine that runs the block and, if it is not the best engine, the reason.
-        kept_before: the values per pixel that the author's forward saves for backward; 0 where this was not measured.
-        kept: the values per pixel that the engine saves for backward; 0 where this was not measured.
         recomputes: what the engine recomputes of each layer, such as "each layer whole"; "" where it runs the block at
             once.
     """
@@ -23,18 +19,12 @@ class Changed:
     name: str
     layers: int
     engine: str
-    kept_before: int
-    kept: int
     recomputes: str = ""
 
     def __str__(self) -> str:
         layers = "1 layer" if self.layers == 1 else f"{self.layers} layers"
         text = f"{self.name or 'the model'}: {layers}, {self.engine}"
-        if self.recomputes:
-            text += f", recomputes {self.recomputes}"
-        if 0 < self.kept < self.kept_before:
-            text += f", saves {self.kept:,} values per pixel for backward instead of {self.kept_before:,}"
-        return text
+        return f"{text}, recomputes {self.recomputes}" if self.recomputes else text
 
 
 @dataclass
@@ -45,14 +35,11 @@ class Report:
 
     Attributes:
         changed: the dense blocks that were changed.
-        joined: the names of sequences in which a block runs together with the transition or norm after it, if the
-            author's forward calls the sequence rather than the modules in it.
         transitions: the names of the transitions that were converted; each is a stage of its own where it is called.
         unchanged: the names of modules that look like a dense block but were not converted, each with the reason.
     """
 
     changed: list[Changed] = field(default_factory=list)
-    joined: list[str] = field(default_factory=list)
     transitions: list[str] = field(default_factory=list)
     unchanged: dict[str, str] = field(default_factory=dict)
 
@@ -60,8 +47,7 @@ class Report:
         """Replace the entries of the blocks called `names` by `change`."""
         first = next((i for i, each in enumerate(self.changed) if each.name in names), None)
         if first is not None:
-            kept_before = sum(each.kept_before for each in self.changed if each.name in names)
-            self.changed[first] = replace(change, kept_before=kept_before)
+            self.changed[first] = change
             self.changed = [each for each in self.changed if each.name not in names]
 
     def __bool__(self) -> bool:
@@ -95,10 +81,6 @@ class Report:
             again = has_reason and change.engine in seen
             lines.append(f"  {replace(change, engine=f'{name} (for the same reason)') if again else change}")
             seen.add(change.engine)
-        lines += [
-            f"  {name or 'the model'}: where it is called itself, blocks run together with the module after them"
-            for name in self.joined
-        ]
         if self.transitions:
             names = ", ".join(self.transitions)
             lines.append(f"  {_count(self.transitions, 'transition')}, run with a block or alone: {names}")
@@ -114,15 +96,3 @@ class Report:
 
 def _count(items: Sequence[object], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
-
-
-def saved_by_shared_engine(block: BlockParts) -> float:
-    """The values per pixel that the shared engine saves for the backward of a block: its input and each layer's output,
-    the bottleneck of a layer with `keep_bottleneck`, and a byte for each value that dropout may drop."""
-    total: float = block.layers[0].conv1.in_channels
-    for layer in block.layers:
-        growth_rate, weight = layer.last_conv.out_channels, next(layer.last_conv.parameters())
-        width = 0 if layer.conv2 is None else layer.conv2.in_channels
-        total += growth_rate + width * bool(layer.keep_bottleneck)
-        total += growth_rate / weight.itemsize if layer.drop_rate > 0 else 0
-    return total

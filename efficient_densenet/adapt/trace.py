@@ -5,13 +5,11 @@ afterwards. The module runs in the modes in which a forward may take another bra
 gradients of the input and of the parameters, in half precision by autocast, with other sizes and rates of dropout.
 """
 
-import math
 import sys
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -22,12 +20,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .._torch_private import is_flattened_by_fsdp1
 from ..engine.limits import HOOKS
-from ..memory.peaks import saved_bytes
 from ..norms.sync_batch_norm import local_statistics
 from .calls import AsksOfInput, Call, Calls
 from .errors import NotRunError, SideEffectError, VerificationError
 from .expressions import Expression, Table, place_of
-from .guard import Guard, class_as_written, guard_of, held_by, is_drop_rate, is_of_a_library, put_back
+from .guard import Guard, Snapshot, class_as_written, drop_rates, guard_of, is_of_a_library
 from .structure import dimensions, first_conv
 
 Forward = Callable[[Tensor], Any]
@@ -192,7 +189,7 @@ class Tracer:
 
     def _prepare(self, mode: Mode) -> tuple[dict[str, Tensor], dict[float, tuple[str, str]]]:
         """Replace the rates of dropout, and the tensors of the modules, those with several names by one."""
-        rates = [(name, each, key) for name, each in self._named for key in _drop_rates(each)]
+        rates = [(name, each, key) for name, each in self._named for key in drop_rates(each)]
         named_rates = dict[float, tuple[str, str]]()
         for i, (name, each, key) in enumerate(rates):
             vars(each)[key] = mode.drop_rate and mode.drop_rate + 0.3 * (0.5 - mode.drop_rate) * i / len(rates)
@@ -228,7 +225,7 @@ class Tracer:
     def _trace(self, forward: Forward, mode: Mode, tensors: dict[str, Tensor], is_authors: bool) -> Trace:
         x, modules = self.input(mode, self.sample.size), self._named
         watch = Calls({each: name for name, each in modules}, self.table, self.ran if is_authors else None)
-        held = held_by(self.module, self.guard.names) if is_authors else []
+        snapshot = Snapshot(self.module, self.guard.names) if is_authors else None
         attributes = [(each, dict(vars(each))) for _, each in modules] if is_authors else []
         expressions, written = watch.expressions, None
         absent = vars(x)["asks"] = list[str]()
@@ -258,54 +255,33 @@ class Tracer:
                 after = draws, torch.default_generator.initial_seed(), *map(expressions.of, (x, *buffers))
                 parameters = [each for each in tensors.values() if isinstance(each, nn.Parameter)]
                 gradients = tuple(expressions.of(each.grad) for each in (x, *parameters))
+            written = snapshot.change() if snapshot is not None else None
         finally:
-            written = put_back(held)
+            if snapshot is not None:
+                snapshot.put_back()
         for name, each in tensors.items() if is_authors else ():
             if expressions.of(each) != leaves[name]:
                 owner = self.module.get_submodule(name.rpartition(".")[0])
                 if isinstance(owner, _NormBase) and place_of(each) in expressions.read:
                     raise SideEffectError(f"reads {name}, which a norm updates")
                 is_statistic = isinstance(owner, _NormBase) or is_of_a_library(type(owner))
-                written = written or (None if is_statistic and not isinstance(each, nn.Parameter) else name)
+                is_written = isinstance(each, nn.Parameter) or not is_statistic
+                written = written or (f"{name} has changed" if is_written else None)
         for each, before in attributes:
             names = {**before, **vars(each)}
             changed = (name for name in names if before.get(name, self) is not vars(each).get(name, self))
-            written = next((f"{name} of a {class_as_written(type(each)).__name__}" for name in changed), written)
-        collection = next((what for what, _, before in held if isinstance(before, list)), None)
-        if expressions.asked and collection is not None:
-            raise SideEffectError(f"decides by values of tensors, and may write to {collection}")
+            where = f"of a {class_as_written(type(each)).__name__} has changed"
+            written = next((f"{name} {where}" for name in changed), written)
+        if expressions.asked and snapshot is not None and snapshot.collection is not None:
+            raise SideEffectError(f"decides by values of tensors, and may write to {snapshot.collection}")
         if absent:
             raise SideEffectError(f"asks its input for its {absent[0]}, which no other tensor has")
         if written is not None:
-            raise SideEffectError(f"writes to {written}, which an engine would not, or twice")
+            raise SideEffectError(f"writes where an engine would not, or twice: after its forward {written}")
         return Trace(
             *(mode, entered, computed, bool(grads), gradients, after, asks, frozenset(expressions.asked), recomputes),
             calls=[] if mode.autocast else watch.calls,
         )
-
-    def saved_values_per_pixel(self, forward: Forward) -> int:
-        """The values per pixel that training by `forward` saves for backward.
-
-        They are the leading coefficient of a polynomial in the size of the images: what is padded, and what does not
-        depend on the size (parameters, statistics), is in the others. Differences of values at equal steps show it.
-        Zero means that `forward` takes no such sizes.
-        """
-        dims, saved = self._dims, []
-        smallest = max(_SMALLEST, self.sample.size)
-        for size in range(smallest, smallest + _STEP * (dims + 1), _STEP):
-            with self.prepared(MAIN_MODES[1]):
-                x = self.input(MAIN_MODES[1], size)
-                try:
-                    saved.append(saved_bytes(lambda x=x: forward(x)) / x.itemsize)
-                except Exception:
-                    return 0
-        for _ in range(dims):
-            saved = [after - before for before, after in pairwise(saved)]
-        return round(saved[0] / (math.factorial(dims) * _STEP**dims * IMAGES))
-
-
-_SMALLEST, _STEP = 4, 2
-"""The smallest size of images whose saved values are counted, and the next: even, to be halved once."""
 
 
 @contextmanager
@@ -341,15 +317,6 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         finally:
             for each, values in before:
                 vars(each).update(values)
-
-
-def _drop_rates(module: nn.Module) -> list[str]:
-    """The names of the attributes of `module` that are rates of dropout, which are verified for any value."""
-    if isinstance(module, _DropoutNd):
-        return ["p"] if module.p else []
-    if is_of_a_library(class_as_written(type(module))):
-        return []
-    return [name for name, value in vars(module).items() if value and is_drop_rate(name, value)]
 
 
 def _has_computed_weights(module: nn.Module) -> bool:

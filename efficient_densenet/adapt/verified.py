@@ -2,16 +2,16 @@
 verified."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._compilers import constant_to_compilers
 from .._mixins import ModuleMixin, base_class
-from .guard import Guard, change_since, holds_attributes, plain_attributes
+from .guard import Guard, change_since, holds_attributes, plain_attributes, reached_by
 
 
 class KeepsSignature(ModuleMixin):
@@ -29,6 +29,14 @@ def _with_signature_of(original: Callable, forward: Callable) -> Callable:
         return forward(self, *args, **kwargs)
 
     return wrapper
+
+
+class ReadState(NamedTuple):
+    """The conversion of a module, the change since its trace, and what its functions reach beyond its attributes."""
+
+    conversion: Any
+    change: str | None
+    reached: Sequence[Any]
 
 
 @dataclass
@@ -52,6 +60,15 @@ class VerifiedModule(KeepsSignature):
         guard: Guard | None = self._conversion.verified
         names = "isinstance", "issubclass", "type", "__class__"
         return type(x) is not Tensor and guard is not None and not guard.names.isdisjoint(names)
+
+    def read_state(self, before: "ReadState | None" = None) -> "ReadState":
+        """What the parts depend on besides the modules inside, which the engine compares at every forward. It gives
+        the state `before` where the modules, their tensors and attributes are the same since."""
+        guard = self._conversion.verified
+        if before is not None and before.conversion is self._conversion and before.change is None:
+            return before._replace(reached=reached_by(guard, self))
+        change = self._state_change()
+        return ReadState(self._conversion, change, () if change or guard is None else reached_by(guard, self))
 
     def _state_change(self) -> str | None:
         """The change of the state since the last trace, or None."""

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -275,6 +275,7 @@ class ModulesState:
         self.dicts = list(chain.from_iterable(map(_tensors, attributes)))
         self.references = [_reference(attributes[i][name]) for i, name in self.objects]
         self.values = self._values(roots, attributes)
+        self.read = [each.read_state() for each in _readable(roots)]
 
     def is_current(self, roots: Sequence[nn.Module]) -> bool:
         """Whether plans that were made now would be the same."""
@@ -282,9 +283,11 @@ class ModulesState:
         try:
             objects = [attributes[i][name] for i, name in self.objects]
             are_same = all(each is known() is not None for each, known in zip(objects, self.references, strict=True))
-            return are_same and self._values(roots, attributes) == self.values
+            if not are_same or self._values(roots, attributes) != self.values:
+                return False
         except KeyError:  # of an attribute that was removed
             return False
+        return all(each.read_state(before) == before for each, before in zip(_readable(roots), self.read, strict=True))
 
     def _values(self, roots: Sequence[nn.Module], attributes: Sequence[dict[str, Any]]) -> tuple[list, ...]:
         """All that is compared by value, or by the ids of objects, which live as long as this state."""
@@ -300,11 +303,15 @@ class ModulesState:
             list(map(id, chain.from_iterable(map(dict.values, filter(None, children))))),
             list(map(id, chain.from_iterable(map(_tensors, attributes)))),
             [settings_of(each) for settings_of, each in zip(self.settings_of, attributes, strict=True)],
-            [cast(Any, root).read_state() for root in roots if hasattr(type(root), "read_state")],
             list(map(type, tensors)),
             list(map(_dtype, present)),
             list(map(_shape, present)),
         )
+
+
+def _readable(roots: Sequence[nn.Module]) -> list[Any]:
+    """The modules whose parts depend on more than the modules inside."""
+    return [root for root in roots if hasattr(type(root), "read_state")]
 
 
 def _is_setting(name: str, value: Any) -> bool:
