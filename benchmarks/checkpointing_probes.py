@@ -99,6 +99,13 @@ def batch_norm_updates_without_a_backward(wrap: Wrap) -> bool:
     return net[1].num_batches_tracked.item() == 2
 
 
+def forward_hooks_inside_fire_once(wrap: Wrap) -> bool:
+    net, fired = _net(), []
+    net[0].register_forward_hook(lambda *_: fired.append(1))
+    wrap(net)(_x()).sum().backward()
+    return len(fired) == 1
+
+
 def a_deep_copy_uses_its_own_weights(wrap: Wrap) -> bool:
     wrapped = wrap(_net())
     copied = copy.deepcopy(wrapped)
@@ -177,6 +184,7 @@ PROBES = (
     parameters_get_gradients_when_the_input_requires_none,
     batch_norm_updates_once_a_step,
     batch_norm_updates_without_a_backward,
+    forward_hooks_inside_fire_once,
     a_deep_copy_uses_its_own_weights,
     pickling_works,
     state_dict_keys_stay_and_isinstance_holds,

@@ -7,7 +7,9 @@ from typing import Any
 
 
 class _ThreadState(threading.local):
-    in_forward = in_recomputation = is_disabled = False
+    """`is_selective` is True inside a context of a `context_fn`, whose dispatch mode may count operations."""
+
+    in_forward = in_recomputation = is_selective = is_disabled = False
 
 
 state = _ThreadState()

@@ -159,7 +159,7 @@ def test_a_hook_inside_a_layer_is_called(inside):
     choose._warned.clear()
     with pytest.warns(UserWarning, match="falling back from engine 'shared' to 'checkpoint': found a hook"):
         assert_same_training(model, plain, image_batch("torchvision"))
-    assert counts == [3 if inside == ".conv2" else 6, 3]  # in what is recomputed twice, as by torch.utils.checkpoint
+    assert counts == [3, 3]
     make_efficient(model, "shared")
     with pytest.raises(RuntimeError, match="engine 'shared' cannot run here: found a hook"):
         model(image_batch("torchvision"))
@@ -186,7 +186,7 @@ def test_a_hook_on_a_container_around_the_layers_is_called(first):
     if not first:
         assert [change.engine[:10] for change in convert_and_report(block).changed] == ["checkpoint"]
     assert_same_training(block, plain, block_batch())
-    assert counts == [6, 3]  # twice in what is recomputed, as by torch.utils.checkpoint
+    assert counts == [3, 3]
 
 
 def _pickled(model: nn.Module) -> nn.Module:

@@ -72,9 +72,12 @@ CHOICES = {"nothing": [], "several": [aten.addmm.default, aten.tanh.default]}
 
 @pytest.mark.parametrize(*grid(choice=CHOICES, early_stop=[True, False], nested=[False, True]))
 def test_selective_checkpointing_changes_no_number(choice, early_stop, nested):
-    """The network has a batch norm, a dropout and hooks."""
+    """The network has a batch norm, a dropout and hooks, which fire as they do without selection, and whose operations
+    are not taken for those of the network."""
+    fired = []
 
     def add_hooks(net):
+        net[2].register_forward_hook(lambda module, args, output: fired.append(output.tanh().mean().item()))
         net[0].register_forward_hook(lambda module, args, output: output * 3 + output.tanh().mean())
         net[4].register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(),))
 
@@ -86,3 +89,4 @@ def test_selective_checkpointing_changes_no_number(choice, early_stop, nested):
         return checkpoint(net, x, **options)
 
     assert_network_like_plain(run, prepare=add_hooks)
+    assert len(fired) == 2

@@ -51,13 +51,19 @@ def test_running_statistics_are_updated_once_with_or_without_a_backward(run):
     assert_same_buffers(ours, plain)
 
 
-def test_what_a_forward_hook_computes_for_a_loss():
-    results = []
+def test_forward_hooks_fire_once_and_what_they_compute_for_a_loss_is_saved():
+    results, fired = [], []
     for run in (plain_call, *CHOSEN.values()):
         torch.manual_seed(0)
         net, x, penalties = network(), tensor(5, 4).requires_grad_(), []
+        for i, module in enumerate(net.modules()):
+            module.register_forward_pre_hook(lambda m, a, i=i: fired.append(f"before {i}"))
+            module.register_forward_hook(lambda m, a, kw, o, i=i: fired.append(f"after {i}"), with_kwargs=True)
         net[2].register_forward_hook(lambda m, a, o, seen=penalties: seen.append(o.square().exp().mean()))
         (run(net, x).square().sum() + penalties[0]).backward()
+        assert len(penalties) == 1
+        assert len(fired) == len(set(fired)) == 12
+        fired.clear()
         results.append([x.grad, *(p.grad for p in net.parameters())])
     for each in results[1:]:
         assert_same_tensors(each, results[0])
@@ -81,7 +87,7 @@ HOOKS = {
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_that_affect_the_computation(hook):
+def test_hooks_that_affect_the_computation_fire_again(hook):
     assert_network_like_plain(checkpoint, prepare=lambda net: HOOKS[hook](net[0]))
 
 

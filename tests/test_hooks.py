@@ -109,6 +109,18 @@ def test_hooks_of_all_types_and_their_removal(place):
     assert len(seen[0]) == len(names) * len(HOOK_TYPES)
 
 
+def test_a_step_leaves_hooks_as_they_were():
+    model, seen = small_model("bc", efficient="checkpoint"), []
+    norm = model.features.denseblock1.denselayer1.norm1
+    handle = norm.register_forward_hook(lambda *_: seen.append(1))
+    hooks = dict(norm._forward_hooks)
+    model(random_images("bc")).sum().backward()
+    assert norm._forward_hooks == hooks
+    handle.remove()
+    model(random_images("bc")).sum().backward()
+    assert seen == [1]
+
+
 @pytest.mark.parametrize("module_name", ["", "features", *BLOCKS, "features.norm5"])
 def test_hooks_may_replace_values(module_name):
     plain = small_model("bc", efficient=False)

@@ -1,5 +1,5 @@
-"""`checkpoint`: `torch.utils.checkpoint` in which batch norms update once, and modules are recomputed in the training
-mode of the forward."""
+"""`checkpoint`: `torch.utils.checkpoint` in which batch norms update once, forward hooks fire once, and modules are
+recomputed in the training mode of the forward."""
 
 import functools
 import gc
@@ -21,6 +21,7 @@ from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import state, state_with, with_attributes
 from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import UpdatesOnce, update_once
+from .hooks import hooks_by_run
 
 ALREADY_OFFLOADED = "cpu", "meta"
 """The types of devices whose tensors are saved as they are: copies would miss changes in place."""
@@ -44,7 +45,7 @@ def checkpoint(
     """Return `function(*args, **kwargs)`. Only the arguments are saved for backward; all other tensors are recomputed.
 
     This is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, in which batch norms update their running
-    statistics once, and modules are recomputed in the training mode of the forward.
+    statistics once, forward hooks fire once, and modules are recomputed in the training mode of the forward.
 
     Args:
         function: a module, a method of a module, or any callable that computes the same result in each call.
@@ -103,19 +104,23 @@ def checkpoint_call(
     if isinstance(owner, UpdatesOnce) and function == super(UpdatesOnce, owner).forward:
         function = MethodType(UpdatesOnce.forward, owner)  # it was bound before the norm was under the rule
     states = {module: {"training": module.training} | _buffers_that_are_read(module) for module in modules}
+    hooks, hooks_again = hooks_by_run(modules)
+    is_selective = state.is_selective or "context_fn" in options
     parameters: list[dict[str, Any]] | None = None
 
     def run(*leaves: Any) -> Any:
         nonlocal parameters
         args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
         if parameters is None:
-            with state_with(in_forward=True):
+            with state_with(in_forward=True, is_selective=is_selective), with_attributes(hooks):
                 result = function(*args, **kwargs)
             parameters = [module._parameters.copy() for module in modules]
             return result
         _check_parameters(modules, parameters)
         # A backward inside `disable_checkpointing` checkpoints what the forward did.
-        with state_with(in_recomputation=True, is_disabled=False), with_attributes(states):
+        changes = {module: each | hooks_again.get(module, {}) for module, each in states.items()}
+        mode = state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective)
+        with mode, with_attributes(changes):
             return function(*args, **kwargs)
 
     # The hooks of an outer checkpoint save the tensors of an inner one.
