@@ -36,7 +36,7 @@ from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet._torch_private import backward_inside_function_modes, without_dispatch_modes
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory.meta import MetaFunctions
-from efficient_densenet.memory.trace import MemoryMode, MemoryTrace
+from efficient_densenet.memory.trace import MemoryMode
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -56,13 +56,14 @@ class Launch(NamedTuple):
 
 
 @dataclass
-class StepTrace(MemoryTrace):
+class StepTrace:
     """The launches and the bytes of a step, and the memory of its tensors, gradients included."""
 
     launches: list[Launch] = field(default_factory=list)
     num_launches: int = 0
     """All launches, of ATen's operations too."""
     bytes: int = 0
+    peak: int = 0
 
 
 def count(
@@ -153,20 +154,16 @@ def trace_step(
         functions.conversions.clear()
         mode.start_backward()
         backward_inside_function_modes(loss)
+    mode.trace.peak = mode.peak
     return mode.trace
 
 
 class CountingMode(MemoryMode):
     """Counts every operation on tensors of `device_type`. `held` are the tensors from before."""
 
-    trace: StepTrace
-
     def __init__(self, device_type: str = "meta", held: Iterable[Tensor] = ()) -> None:
         super().__init__("cuda" if device_type == "meta" else device_type, held, {})
-        self.counted = device_type
-
-    def new_trace(self) -> StepTrace:
-        return StepTrace()
+        self.counted, self.trace = device_type, StepTrace()
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         name, schema = func.overloadpacket.__name__, func._schema

@@ -22,6 +22,7 @@ from efficient_densenet.memory import predict, tensor_peak, what_fits
 from efficient_densenet.memory.budget import total_memory_of_step
 from efficient_densenet.memory.meta import OPTIMIZERS
 from efficient_densenet.memory.step import MetaModel, autocast_dtype, default_loss
+from efficient_densenet.memory.trace import MemoryMode
 from efficient_densenet.models import zoo
 
 MIB = 2**20
@@ -205,11 +206,13 @@ def test_a_step_on_an_h100():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_trace_is_as_long_for_any_batch(device, dtype):
+def test_a_trace_is_as_long_for_any_batch(device, dtype, monkeypatch):
     """Loops over tiles of images run three of them on the meta device."""
+    operations = []
+    monkeypatch.setattr(MemoryMode, "has_run", lambda mode, operation, *_: operations.append(operation))
     traced = MetaModel(DenseNet(12, (2, 2), small_inputs=False).to(dtype), device=device)
     many, more = (traced.training_step((2**i, 3, 64, 64)) for i in (18, 24))
-    assert max(len(many.trace.moments), len(more.trace.moments)) < 1000
+    assert len(operations) < 2000
     assert more.tensor_peak == pytest.approx(64 * many.tensor_peak, rel=0.01)
     for batch in (10**15, 10**30):
         with pytest.raises(ValueError, match=r"found a tensor of 2\^63 bytes or more: give a smaller batch or"):
@@ -338,15 +341,14 @@ def test_tensors_on_the_meta_device_beside_others_are_an_error():
 # The command
 
 
-def test_the_command(capsys, tmp_path, monkeypatch):
+def test_the_command(capsys, monkeypatch):
     monkeypatch.setitem(zoo.VARIANTS, "tiny", zoo.VARIANTS["densenet_bc_100_12"] | {"block_config": (5, 5)})
     words = ["tiny", "--batch_size", "4", "--budget", "20MiB", "--device", "cpu", "--measure"]
-    command.main([*words, "--verbose", "--picture", str(tmp_path / "step.png")])
+    command.main([*words, "--verbose"])
     printed, progress = capsys.readouterr()
     assert "of 20.0 MiB, with the bottlenecks of all 4 layers saved" in printed
     assert "tensor peak by engine shared, 4 bottlenecks saved" in printed
     assert float(printed.partition("tensor peak, measured")[2].split("×")[0].split()[-1]) == pytest.approx(1, abs=0.01)
-    assert (tmp_path / "step.png").stat().st_size > 10_000
     assert all(f"tracing: training step on 4×3×32×32, engine {engine}\n" in progress for engine in ("best", *ENGINES))
     for size, message in (
         ("1MiB", r"found a memory budget of 1\.00 MiB, but a step of 4 images"),
@@ -380,11 +382,11 @@ def test_the_command_takes_a_model_of_one_s_own(capsys, tmp_path, monkeypatch):
             command.main(words)
 
 
-def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
+def test_what_fits_a_card(capsys, monkeypatch):
     """Of volumes: one image more would not fit."""
     monkeypatch.setitem(zoo.VARIANTS, "tiny", zoo.VARIANTS["densenet_bc_100_12"] | {"block_config": (2, 2)})
     words = ["--in_channels", "2", "--num_classes", "3", "--dims", "3", "--image_size", "16", "8", "12"]
-    command.main(["tiny", "--card", "0.75GB", *words, "--json", "--picture", str(tmp_path / "card.png")])
+    command.main(["tiny", "--card", "0.75GB", *words, "--json"])
     content = json.loads(capsys.readouterr().out)
     assert content["usable"] == 0.95 * 750_000_000 - 600 * 2**20
     rows = [(fit["engine"], fit["precision"]) for fit in content["fits"]]
@@ -394,7 +396,6 @@ def test_what_fits_a_card(capsys, tmp_path, monkeypatch):
         traced = MetaModel(model, optimizer="sgd", precision=fit["precision"], device="cuda")
         sizes = [total_memory_of_step(traced, (fit["largest_batch"] + i, 2, 16, 8, 12)) for i in (0, 1)]
         assert fit["peak"] == sizes[0] <= content["usable"] < sizes[1]
-    assert (tmp_path / "card.png").stat().st_size > 10_000
     small = ["tiny", "--card", "700MB", "--precision", "bf16", "--engine", "plain", "--image_size", "512"]
     command.main([*small, "--batch_size", "2"])
     assert re.search(r" batch of 2\nplain +bf16 +none; of one +\d+ MiB +\d+ MiB\n$", capsys.readouterr().out)

@@ -24,7 +24,6 @@ from .budget import BudgetPlan, Planner, batch_that_fits, keep
 from .card import describe_card, usable, what_fits
 from .meta import OPTIMIZERS
 from .peaks import tensor_peak
-from .picture import draw, draw_card
 from .predict import predict
 from .sizes import format_bytes, parse_bytes
 from .step import PRECISIONS, MetaModel, autocast_dtype, default_loss, logger
@@ -73,9 +72,6 @@ def _report(options: argparse.Namespace) -> None:
     if options.measure:
         peak = _measured_peak(options, shape, estimate.device_type, plan)
         print(f"{'tensor peak, measured':48}{format_bytes(peak):>12}{peak / estimate.tensor_peak:>11.3f}× predicted")
-    if options.picture is not None:
-        draw(estimate, options.picture, plan and plan.budget)
-        print(f"\npicture: {options.picture}")
 
 
 def _build(options: argparse.Namespace, device: str) -> Any:
@@ -120,9 +116,6 @@ def _report_card(options: argparse.Namespace, model: nn.Module, image_shape: tup
         sizes = {"card": parse_bytes("card", options.card), "usable": usable(options.card)}
         fits = [{**each._asdict(), "peak": each.peak} for each in found]
         print(json.dumps({"input": image_shape, **sizes, "fits": fits}, indent=2))
-    if options.picture is not None:
-        draw_card(found, options.picture, options.card, f"{options.model} on {'×'.join(map(str, image_shape))}")
-        print(f"\npicture: {options.picture}", file=sys.stderr)
 
 
 def _measured_peak(options: argparse.Namespace, shape: tuple[int, ...], device: str, plan: BudgetPlan | None) -> int:
@@ -163,7 +156,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=list(PRECISIONS), help="autocast's dtype; by default float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="by default a GPU, if there is one")
     parser.add_argument("--measure", action="store_true", help="run a step, and print its peak beside the predicted")
-    parser.add_argument("--picture", metavar="FILE", help="draw the memory over the step")
     parser.add_argument("--verbose", action="store_true", help="say which step is predicted")
     return parser
 

@@ -175,7 +175,7 @@ class Planner:
         are taken."""
         by_block = dict[str, list[Recomputed]]()
         for name, i, layer in dense_layers(self.traced.model):
-            values = layer.conv1.out_channels * self.step.trace.pixels[memory_key(layer.conv1.weight)]
+            values = layer.conv1.out_channels * self.step.pixels[memory_key(layer.conv1.weight)]
             spared = layer.conv1.in_channels - MULTIPLICATIONS_A_NUMBER  # of each value's multiplications
             if layer.conv2 is not None and values and spared > 0:
                 by_block.setdefault(name, []).append(Recomputed(name, i, values * spared))

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from .._torch_private import backward_inside_function_modes
 from ..engine.choose import Engine, describe, engine_blocks, no_warnings
 from ..engine.parts import LayerParts, NoPartsError, parts_of
 from .meta import MetaFunctions, OptimizerLike, copy_to_meta, optimizer_state, unwrapped
-from .trace import MemoryMode, MemoryTrace, tensors_of
+from .trace import MemoryMode, tensors_of
 
 logger = logging.getLogger(__name__)
 """Logger with a line for each step that is traced, which takes up to a second."""
@@ -78,13 +79,13 @@ class StepMemory:
         tensor_peak: the most that tensors hold at once. The gradients of the parameters existed before.
         features: what the forward has left for the backward.
         stages: the parts of the model, in the order of the forward.
-        trace: every moment.
+        pixels: as in `MemoryMode`.
     """
 
     tensor_peak: int
     features: int
     stages: tuple[StageMemory, ...]
-    trace: MemoryTrace = field(repr=False, compare=False)
+    pixels: Counter[int] = field(repr=False, compare=False)
 
     @property
     def scratch(self) -> int:
@@ -152,11 +153,8 @@ class MetaModel:
                 backward_inside_function_modes(loss)
 
         mode = self._run(step, "training step", input_shape)
-        trace, peaks = mode.trace, dict[str, int]()
-        for moment in trace.moments:
-            peaks[moment.part] = max(moment.bytes, peaks.get(moment.part, 0))
-        stages = tuple(StageMemory(name, saved, peaks.get(name, 0)) for name, saved in mode.saved_by_part.items())
-        return StepMemory(trace.peak, trace.saved, stages, trace)
+        stages = tuple(StageMemory(name, saved, mode.peaks[name]) for name, saved in mode.saved_by_part.items())
+        return StepMemory(mode.peak, mode.saved, stages, mode.pixels)
 
     def inference(self, input_shape: Shape) -> int:
         """The tensor peak of a forward in evaluation mode without gradients."""
@@ -171,7 +169,7 @@ class MetaModel:
                 for module in training:
                     module.training = True
 
-        return self._run(forward, "inference", input_shape).trace.peak
+        return self._run(forward, "inference", input_shape).peak
 
     def _run(self, function: Callable[..., None], name: str, input_shape: Shape) -> MemoryMode:
         """The mode that has seen the operations of `function`.

@@ -8,8 +8,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,57 +30,42 @@ _ELEMENTWISE |= {_aten.div, _aten.addcmul, _aten.addcmul_}
 _CONVOLUTIONS = {_aten.convolution, _aten.convolution_backward}
 
 
-class Moment(NamedTuple):
-    """The bytes that tensors hold from one allocation to the next, above those from before the step, while a part of
-    the model runs."""
-
-    bytes: int
-    part: str
-    is_backward: bool
-
-
-@dataclass
-class MemoryTrace:
-    """The moments of a step, the bytes that live between its forward and its backward, and the pixels on which stages
-    of the shared engine have used a parameter, by its `memory_key`."""
-
-    moments: list[Moment] = field(default_factory=list)
-    saved: int = 0
-    pixels: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def peak(self) -> int:
-        return max((moment.bytes for moment in self.moments), default=0)
-
-
 class MemoryMode(TorchDispatchMode):
-    """Traces all operations. An operator of this package runs its implementation rather than its fake one, so that the
-    trace sees what is in it. The part of the model that runs is the one whose parameter an operation has had last.
+    """Follows the memory of all operations. An operator of this package runs its implementation rather than its fake
+    one, so that the mode sees what is in it. The part of the model that runs is the one whose parameter an operation
+    has had last.
 
     Args:
         device_type: the device for which the meta device stands, "cpu" or "cuda".
         held: the tensors from before the step.
         parts: the name of the part of the model for some of these, its parameters.
+
+    Attributes:
+        saved: the bytes that live between the forward and the backward.
+        saved_by_part: those that each part of the model has allocated.
+        peaks: the most bytes that all tensors held while each part ran, above those from before the step.
+        pixels: on how many pixels stages of the shared engine have used a parameter, by its `memory_key`.
     """
 
     def __init__(self, device_type: str, held: Iterable[Tensor], parts: Mapping[Tensor, str]) -> None:
         super().__init__()
-        self.trace, self.device_type, self.is_backward = self.new_trace(), device_type, False
+        self.device_type, self.is_backward = device_type, False
         self.held = list(held)  # keeps their storages alive, so that no other gets their addresses
         self.known = {memory_key(tensor) for tensor in self.held}
         self.parts = {memory_key(tensor): part for tensor, part in parts.items()}
         self.part = next(iter(parts.values()), "")
-        self.saved_by_part = dict.fromkeys(parts.values(), 0)
-        self.current = 0
+        self.saved_by_part, self.peaks = dict.fromkeys(parts.values(), 0), dict.fromkeys(parts.values(), 0)
+        self.current, self.saved, self.pixels = 0, 0, Counter[int]()
 
-    def new_trace(self) -> MemoryTrace:
-        return MemoryTrace()
+    @property
+    def peak(self) -> int:
+        return max(self.peaks.values(), default=0)
 
     def has_run(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Called after each operation of PyTorch, for what else a subclass traces."""
+        """Called after each operation of PyTorch, for what else a subclass counts."""
 
     def start_backward(self) -> None:
-        self.is_backward, self.trace.saved = True, self.current
+        self.is_backward, self.saved = True, self.current
 
     def _see(self, args: Iterable[Any]) -> None:
         self.part = next(filter(None, (self.parts.get(memory_key(tensor)) for tensor in tensors_of(args))), self.part)
@@ -92,7 +76,7 @@ class MemoryMode(TorchDispatchMode):
             self._see(args)  # a stage allocates its features before it uses a parameter
             if func.overloadpacket.__name__ == "stage" and not self.is_backward:
                 pixels = args[0].numel() // args[0].shape[1]
-                self.trace.pixels.update({memory_key(tensor): pixels for tensor in tensors_of(args[1])})
+                self.pixels.update({memory_key(tensor): pixels for tensor in tensors_of(args[1])})
             with self:
                 return run_cpu_implementation(func, args, kwargs)
         with self:
@@ -108,8 +92,7 @@ class MemoryMode(TorchDispatchMode):
         for tensor in tensors_of(output):
             self._add(tensor)
         temporary = _temporary_bytes(func.overloadpacket, args, output) if self.device_type == "cpu" else 0
-        if temporary:
-            self.trace.moments.append(Moment(self.current + temporary, self.part, self.is_backward))
+        self.peaks[self.part] = max(self.peaks.get(self.part, 0), self.current + temporary)
         return output
 
     def _add(self, tensor: Tensor) -> None:
@@ -123,7 +106,6 @@ class MemoryMode(TorchDispatchMode):
             size = _rounded(size, CUDA_ALLOCATION)
         self.known.add(address)
         self.current += size
-        self.trace.moments.append(Moment(self.current, self.part, self.is_backward))
         if not self.is_backward:
             self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + size
         weakref.finalize(storage, self._remove, address, size, None if self.is_backward else self.part).atexit = False
