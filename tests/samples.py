@@ -23,7 +23,6 @@ from PIL import Image
 from torchvision import datasets
 from training.data.augment import Transform
 from training.distributed import DistributedContext
-from training.freezing import freeze_parameters
 from training.loop import Trainer
 from training.options import parse
 from training.run import Run
@@ -179,7 +178,6 @@ def tiny_trainer(engine: str, context: DistributedContext, dtype: torch.dtype = 
     torch.manual_seed(0)
     model = DenseNet(3, (2, 1), num_init_features=4, efficient=True if engine == "best" else engine).to(dtype)
     options = parse({"batch_size": 11, "weights": "any", **given}, engine)
-    freeze_parameters(model, options.freeze)
     return Trainer(model, Transform((120.0,) * 3, (60.0,) * 3, padding=1, horizontal_flip=True), options, context)
 
 

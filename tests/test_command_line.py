@@ -40,7 +40,7 @@ def typed(monkeypatch, tmp_path):
         ("--batch-size 3 --lr 1e-3", {"batch_size": 3, "lr": 1e-3}),
         ("--seed None --data None", {"seed": None}),
         ("--evaluate", {"evaluate": True}),
-        ("--evaluate checkpoints/digits --freeze 2", {"evaluate": "checkpoints/digits", "freeze": "2"}),
+        ("--evaluate checkpoints/digits", {"evaluate": "checkpoints/digits"}),
         ("--save run#2 --data a,b --model 2024_01_15", {"save": "run#2", "data": "a,b", "model": "2024_01_15"}),
     ],
 )

@@ -1,7 +1,6 @@
 """Decoding, streaming, augmenting and normalizing images."""
 
 import json
-import os
 import re
 import struct
 import zlib
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from samples import DIGITS, TINY, demo, refused, write_folder
+from samples import DIGITS, TINY, demo, write_folder
 from training.data import Images, load
 from training.data.augment import Transform, generator_for, transform_for
 from training.data.folder import decode
@@ -208,14 +207,3 @@ def test_normalized_images_have_mean_zero_and_std_one():
     assert (values.std(1) - 1).abs().max() < 1e-3
     flat = Images(torch.full((2, 1, 8, 8), 7, dtype=torch.uint8), torch.zeros(2, dtype=torch.long))
     assert transform_for(flat, horizontal_flip=False).normalize(flat.images).abs().max() == 0
-
-
-def test_what_is_more_than_the_machine_has_is_refused(tmp_path, monkeypatch):
-    limit = tmp_path / "memory.max"
-    limit.write_text(f"{6 * 2**20}\n")
-    monkeypatch.setattr("training.memory_estimate._CONTAINER_LIMITS", (tmp_path / "absent", limit))
-    write_folder(tmp_path / "own", each=5)
-    words = "--save run --image_size 64 --batch_size 1000 --engine plain --device cpu --workers 0"
-    done = demo("cp_demo.py", *TINY, "--data", "own", *words.split(), cwd=tmp_path)
-    refused(done, "but this machine has 6.0 MiB: give --engine best, ")
-    assert sorted(os.listdir(tmp_path)) == ["memory.max", "own"]

@@ -30,7 +30,7 @@ FIRST_TIER = [
     {"sync_bn": True, "engine": "official"},
     {"sync_bn": True, "engine": "checkpoint"},
     {"micro_batch_size": 3, "channels_last": True, "record": True},
-    {"freeze": "1", "keep_bottleneck": True},
+    {"keep_bottleneck": True},
     {"dtype": "float32", "amp": "bf16", "engine": "best"},
     {"dtype": "float32", "amp": "fp16", "scale": 2.0**17},
 ]
@@ -38,8 +38,6 @@ FURTHER = [
     {},
     {"engine": "plain"},
     {"engine": "official", "drop_rate": 0.3},
-    {"engine": "checkpoint", "freeze": "0"},
-    {"freeze": "features"},
     {"dtype": "float32", "amp": "fp16", "engine": "plain"},
     {"dtype": "float32", "amp": "fp16", "scale": 2.0**40, "micro_batch_size": 3, "sync_bn": True},
 ]

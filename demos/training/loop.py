@@ -23,7 +23,6 @@ from .cuda_graph import CudaGraphBackward
 from .data.augment import Transform, generator_for
 from .data.images import ImageSet
 from .distributed import DistributedContext, gradient_sync
-from .freezing import set_training_modes, trainable_parameters
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
 from .sharding import is_sharded
@@ -59,7 +58,7 @@ class Trainer:
         self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn, options.parallel)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
-        trained = trainable_parameters(self.model)
+        trained = list(self.model.parameters())
         self.optimizer = torch.optim.SGD(
             trained, lr=options.lr, weight_decay=options.weight_decay, momentum=0.9, nesterov=True
         )
@@ -103,7 +102,7 @@ class Trainer:
         torch.manual_seed(generator_for(*key, self.context.rank).initial_seed())  # for dropout
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        set_training_modes(self.model, self.options.freeze)
+        self.model.train()
         self.optimizer.zero_grad()
         sums = torch.zeros(2, dtype=torch.float64, device=images.device)
         count = self._num_micro_batches(global_batch_size)

@@ -1,9 +1,6 @@
 """The memory of a run's steps, known before the first: what fits is chosen, and what does not fit is refused."""
 
-import contextlib
-import os
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -16,8 +13,6 @@ from efficient_densenet.models.densenet import DenseNet
 from .distributed import DistributedContext
 from .options import RunOptions
 from .report import mib
-
-_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 def _traced(model: DenseNet, options: RunOptions) -> MetaModel:
@@ -73,26 +68,12 @@ def fit_into_memory(
 
 
 def describe_expected_memory(model: DenseNet, image_size: int, options: RunOptions, batch_size: int) -> str:
-    """The expected peak; an engine or a batch that cannot run here is an error, before anything is written."""
-    peak, available = expected_peak(model, image_size, options, batch_size), _memory_of_machine()
-    if next(model.parameters()).device.type == "cpu" and peak > available:
-        raise MemoryError(
-            f"found that a step of {batch_size} images of {image_size}×{image_size} would take {mib(peak)}, but this "
-            f"machine has {mib(available)}: {what_to_change(options)}"
-        )
+    """The expected peak; an engine that cannot run here is an error, before anything is written."""
+    peak = expected_peak(model, image_size, options, batch_size)
     return (
         f"about {mib(peak)} of tensors for {batch_size} images at once on a device (parameters, gradients, momentum "
         "and what a step holds; Python, PyTorch and its kernels come on top)"
     )
-
-
-def _memory_of_machine() -> int:
-    """Bytes of the machine, or of the container if that may use fewer."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _CONTAINER_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
-            limits.append(int(path.read_text()))
-    return min(limits)
 
 
 def what_to_change(options: RunOptions) -> str:

@@ -11,7 +11,6 @@ from efficient_densenet.models.zoo import VARIANTS, create_model
 from efficient_densenet.weights.config import DEPTH
 
 from .data import DATASETS
-from .freezing import FREEZE
 from .recipes import RECIPES
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -19,7 +18,7 @@ PER_CALL = {"efficient", "engine", "device", "parallel", "cuda_graph"}
 PER_CALL |= {"resume", "accept_changed_data", "overwrite", "evaluate"}
 """Options that a resumed run takes from the present command; the engine only if it is given."""
 CHANGEABLE = PER_CALL | {"data", "dataset", "save", "keep_bottleneck", "memory", "channels_last", "compile"}
-CHANGEABLE |= {"workers", "stream", "tensorboard"}
+CHANGEABLE |= {"workers", "stream"}
 """Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
 `channels_last` and `compile` draw other random numbers.)"""
 
@@ -49,8 +48,6 @@ class Options:
         weights: weights to begin with, instead of random ones: the directory of a run or its model.pt, a name such as
             torchvision's DEFAULT (a directory of the same name is ./name), or a file of weights for --model. They
             determine the network, and how images are normalized. A classifier for other classes is replaced.
-        freeze: what stays as it is in them: features, which is all but the classifier, or a number of dense blocks,
-            which are frozen with the stem before them. Their batch norms keep their statistics.
         drop_rate: dropout after each layer's last convolution.
         engine: plain, official, checkpoint, shared or best; takes precedence over `efficient`.
         n_epochs: passes over the training images; by default 300, and 20 on the digits.
@@ -91,7 +88,6 @@ class Options:
         overwrite: start over in a directory that contains a run.
         evaluate: no training: test loss and error of the model in the directory of the results, or in one named here,
             or of weights that have a name.
-        tensorboard: write TensorBoard's event files too.
     """
 
     data: Text | None = None
@@ -103,7 +99,6 @@ class Options:
     depth: Annotated[int, DEPTH] | None = None
     growth_rate: Annotated[int, integer(1, 10_000)] | None = None
     weights: Text | None = None
-    freeze: Annotated[str, FREEZE] | None = None
     drop_rate: Annotated[float, number(0, 1, "[)")] = 0.0
     engine: Engine | None = None
     n_epochs: Count | None = None
@@ -131,7 +126,6 @@ class Options:
     accept_changed_data: Switch = False
     overwrite: Switch = False
     evaluate: Switch | Text = False
-    tensorboard: Switch = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +169,7 @@ def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
 
 
 def _refuse_contradictions(options: Options) -> None:
-    for name in ("resume", "overwrite", "weights", "freeze"):
+    for name in ("resume", "overwrite", "weights"):
         if options.evaluate is not False and getattr(options, name):
             raise ValueError(
                 f"found --evaluate and --{name}, but a model that is evaluated is not trained: give one of them"
@@ -189,9 +183,6 @@ def _refuse_contradictions(options: Options) -> None:
         ),
         "found --accept_changed_data without --resume, but only a run that is resumed had other data: add --resume": (
             options.accept_changed_data and not options.resume
-        ),
-        "found --freeze without --weights, but random weights must be trained: give the --weights to keep": (
-            options.freeze is not None and options.weights is None and not options.resume
         ),
     }
     for sentence, applies in contradictions.items():

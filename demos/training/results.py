@@ -1,4 +1,4 @@
-"""The results of a run as files: results.csv, curves.png and TensorBoard's events."""
+"""The results of a run as files: results.csv and curves.png."""
 
 import csv
 import io
@@ -27,12 +27,10 @@ validation images `valid_loss` and `valid_error` are empty."""
 Row = dict[str, Any]
 
 
-def check_dependencies(tensorboard: bool) -> None:
+def check_dependencies() -> None:
     """Raise before a run if a package that its end or that of an epoch needs is not installed."""
     for name in ("tqdm", "matplotlib", "filelock"):
         need(name, extra="demos")
-    if tensorboard:
-        need("tensorboard", extra="tensorboard")
 
 
 def save_csv(folder: Path, rows: list[Row]) -> None:
@@ -74,17 +72,3 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
     files.write_atomic(folder / "curves.png", png.getvalue())
-
-
-def event_writer(folder: Path, next_epoch: int) -> Any:
-    """TensorBoard's writer, which hides what an interrupted run wrote of `next_epoch` and later ones."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=next_epoch)
-
-
-def add_events(writer: Any, row: Row) -> None:
-    for column in COLUMNS[1:]:
-        if row[column] != "":
-            writer.add_scalar(column, row[column], row["epoch"])
-    writer.flush()

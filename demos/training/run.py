@@ -23,12 +23,11 @@ from .data.sources import check_options_of_folders, download_if_absent
 from .distributed import DistributedContext, check_parallel, init_distributed
 from .evaluate import evaluate
 from .finetune import PretrainedWeights, find_weights, inputs_of
-from .freezing import describe_frozen, freeze_parameters
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
 from .report import describe_epoch, mib, peak_memory, progress_bar
-from .results import Row, add_events, check_dependencies, event_writer, plot_curves, save_csv
+from .results import Row, check_dependencies, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .signals import StopRequest, TrainingInterrupted
 
@@ -56,7 +55,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
                 options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
             check_cuda_graph(options, context)
             if context.is_main_process:
-                check_dependencies(options.tensorboard)
+                check_dependencies()
             try:
                 Run(options, context, directory, state, pretrained).train()
             except RuntimeError as exc:
@@ -100,7 +99,6 @@ class Run:
         self.model = build_configured(self.config, options.engine, options.keep_bottleneck).to(context.device)
         if pretrained:
             self.said += pretrained.load_into(self.model, self.dataset.classes)
-        freeze_parameters(self.model, options.freeze)
         self.largest_batch = largest_batch(options, len(self.dataset.train), context)
         self.expected_memory = self._fit_into_memory()
         is_open = self.options.cuda_graph is None and not self.options.compile
@@ -113,7 +111,6 @@ class Run:
             engines = models.describe_engines(self.model, self.largest_batch, size, options.compile)
         self.environment = f"engine {engines}; {context.describe()}"
         self.position, self.rows, self.last_plot = TrainingPosition(), [], time.monotonic()
-        self.events: Any = None
         if state:
             self._restore(state)
         if context.is_main_process:
@@ -199,7 +196,7 @@ class Run:
         dataset, parameters = self.dataset, list(self.model.parameters())
         count, size = sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)
         print(f"{self.config.name}: {count:,} parameters, {mib(size)}; {self.environment}; seed {self.options.seed}")
-        for line in filter(None, [*self.said, describe_frozen(self.model)]):
+        for line in self.said:
             print(line)
         print(f"expected memory of a step: {self.expected_memory}")
         splits = f"{len(dataset.train):,} to train, {len(self.valid):,} to validate, {len(dataset.test):,} to test"
@@ -216,7 +213,6 @@ class Run:
         files.write_atomic(folder / models.CONFIG, json.dumps(self.record | {"versions": versions}, indent=2).encode())
         event = f"resumed {where}" if self.resumed else "started"
         self.directory.log(f"{event} {this_process()}; {self.environment}; PyTorch {torch.__version__}")
-        self.events = event_writer(folder, self.position.epoch) if self.options.tensorboard else None
         if self.rows:
             save_csv(folder, self.rows)
         if self.resumed:
@@ -286,8 +282,6 @@ class Run:
         if row is best:
             self.directory.write(models.WEIGHTS, files.saved_bytes(state["model"]))
         self._save(state)
-        if self.events:
-            add_events(self.events, row)
 
     def _save(self, state: dict[str, Any], plot: bool = False) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
@@ -329,8 +323,6 @@ class Run:
             return
         save_csv(folder, self.rows)
         self._plot()
-        if self.events:
-            add_events(self.events, self.rows[-1])
         self.directory.log(f"finished: test error {test_error:.2%}")
         which = "the best epoch by validation" if len(self.valid) else "the last epoch"
         print(
