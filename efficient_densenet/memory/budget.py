@@ -6,7 +6,6 @@ one order: those of the last block first, which are freed before the backward of
 in a block first those that spare the most. A budget takes as many as fit, so a larger one takes what a smaller does.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -151,12 +150,26 @@ class Planner:
         self.step = traced.training_step(input_shape)
         self.smallest = traced.total(input_shape, self.step.tensor_peak)
         """The least budget with which a step is possible."""
-        self.layers = self._layers_in_order()
+        by_block = dict[str, list[Recomputed]]()
+        for name, i, layer in dense_layers(self.traced.model):  # those that are faster to save, in the order of taking
+            values = layer.conv1.out_channels * self.step.pixels[memory_key(layer.conv1.weight)]
+            spared = layer.conv1.in_channels - MULTIPLICATIONS_A_NUMBER  # of each value's multiplications
+            if layer.conv2 is not None and values and spared > 0:
+                by_block.setdefault(name, []).append(Recomputed(name, i, values * spared))
+        blocks = (sorted(layers, key=lambda each: each.work, reverse=True) for layers in reversed(by_block.values()))
+        self.layers = [layer for layers in blocks for layer in layers]
 
     def plan(self, budget: int) -> BudgetPlan:
         """The plan of as many layers as fit, by a bisection."""
         if budget < self.smallest:
-            raise ValueError(self._what_would_fit(budget))
+            (images, *sides), needed = self.input_shape, at_least(self.smallest)
+            fitting = batch_that_fits(self.traced, sides, budget, images)
+            fewer = f", or at most {fitting} image{'s' if fitting > 1 else ''}" if fitting else ""
+            lower = ", or try precision='bf16'" if self.traced.dtype is None else ""
+            raise ValueError(
+                f"found a memory budget of {format_bytes(budget)}, but a step of {images} images of "
+                f"{'×'.join(map(str, sides))} needs {needed}: give at least {needed}{fewer}{lower}"
+            )
         fits, total, too_many, count = 0, self.smallest, len(self.layers) + 1, len(self.layers)
         while too_many - fits > 1:
             keep(self.traced.model, _positions(self.layers[:count]))
@@ -169,39 +182,6 @@ class Planner:
         keep(self.traced.model, {})
         recomputed = sum(each.work for each in self.layers[fits:])
         return BudgetPlan(budget, total, _positions(self.layers[:fits]), len(self.layers), recomputed)
-
-    def _layers_in_order(self) -> list[Recomputed]:
-        """The layers that the shared engine runs and whose bottlenecks it is faster to save, in the order in which they
-        are taken."""
-        by_block = dict[str, list[Recomputed]]()
-        for name, i, layer in dense_layers(self.traced.model):
-            values = layer.conv1.out_channels * self.step.pixels[memory_key(layer.conv1.weight)]
-            spared = layer.conv1.in_channels - MULTIPLICATIONS_A_NUMBER  # of each value's multiplications
-            if layer.conv2 is not None and values and spared > 0:
-                by_block.setdefault(name, []).append(Recomputed(name, i, values * spared))
-        blocks = reversed(by_block.values())
-        return [layer for layers in blocks for layer in sorted(layers, key=lambda each: each.work, reverse=True)]
-
-    def _what_would_fit(self, budget: int) -> str:
-        images, *shape = self.input_shape
-        needed = at_least(self.smallest)
-        found = (
-            f"found a memory budget of {format_bytes(budget)}, but a step of {images} images of "
-            f"{'×'.join(map(str, shape))} needs {needed}: give at least {needed}"
-        )
-        fitting = batch_that_fits(self.traced, shape, budget, images)
-        if fitting:
-            found += f", or at most {fitting} image{'s' if fitting > 1 else ''}"
-        elif images > 1:
-            single = total_memory_of_step(self.traced, (1, *shape))
-            found += f", of which one image needs {at_least(single)}"
-        if self.traced.dtype is None and torch.float32 in {p.dtype for p in self.traced.parameters}:
-            lower = copy.copy(self.traced)
-            lower.dtype = torch.bfloat16
-            total = total_memory_of_step(lower, self.input_shape)
-            if total <= budget:
-                found += f", or precision='bf16', which needs {at_least(total)}"
-        return found
 
 
 def batch_that_fits(

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -38,7 +39,8 @@ _IN_WIDEST_DTYPE = {"cat", "concat", "concatenate", "stack"}
 them, of those that a DenseNet and its loss may call."""
 
 _COMPOSED_ON_META = {"silu", "mish"}
-"""The activations whose backward PyTorch composes of several operations on the meta device, but not elsewhere."""
+"""The activations whose backward PyTorch composes of several operations on the meta device, but not elsewhere. GELU
+allocates there what they do elsewhere."""
 
 
 def copy_to_meta(model: nn.Module) -> nn.Module:
@@ -63,7 +65,7 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         memo[id(tensor)] = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
     for module in model.modules():
         for hooks in hook_dicts(module):
-            memo[id(hooks)] = OrderedDict.fromkeys(hooks, _no_hook)
+            memo[id(hooks)] = OrderedDict.fromkeys(hooks, lambda *_, **__: None)
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         forward = vars(module).get("forward")
@@ -80,16 +82,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def _no_hook(*arguments: Any, **keywords: Any) -> None:
-    """A function that takes the place of a hook."""
-
-
 def optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: OptimizerLike) -> list[Tensor]:
     """The tensors of the optimizer's state: those that it has, or what a step on the meta device makes."""
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
-        made = optimizer if optimizer.state else _on_meta(optimizer, model, meta_model)
+        made = optimizer
+        if not optimizer.state:  # a copy that trains the copies of the parameters
+            of_copy = dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True))
+            not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in optimizer.defaults}
+            made = copy.copy(optimizer)
+            made.state = defaultdict(dict)
+            made.param_groups = [
+                group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"] if id(p) in of_copy]}
+                for group in optimizer.param_groups
+            ]
+            if not any(group["params"] for group in made.param_groups):
+                raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
     else:
         if isinstance(optimizer, str) and optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer is {optimizer!r}, but must be one of {', '.join(OPTIMIZERS)}, or an optimizer")
@@ -107,21 +116,6 @@ def optimizer_state(model: nn.Module, meta_model: nn.Module, optimizer: Optimize
     return [torch.empty_like(value, device="meta") for value in tensors]
 
 
-def _on_meta(optimizer: torch.optim.Optimizer, model: nn.Module, meta_model: nn.Module) -> torch.optim.Optimizer:
-    """A copy of an optimizer without state that trains the copies of its parameters."""
-    of_copy = dict(zip(map(id, model.parameters()), meta_model.parameters(), strict=True))
-    not_on_meta = {key: False for key in ("fused", "foreach", "capturable") if key in optimizer.defaults}
-    made = copy.copy(optimizer)
-    made.state = defaultdict(dict)
-    made.param_groups = [
-        group | not_on_meta | {"params": [of_copy[id(p)] for p in group["params"] if id(p) in of_copy]}
-        for group in optimizer.param_groups
-    ]
-    if not any(group["params"] for group in made.param_groups):
-        raise ValueError(f"found a {type(optimizer).__name__} that trains no parameter of this model")
-    return made
-
-
 class MetaFunctions(TorchFunctionMode):
     """Converts arguments where `torch.autocast("cpu")` is enabled, as autocast does for `device_type`; PyTorch's own
     ignores the meta device. A weight's conversion is made once. Backwards of activations allocate one gradient."""
@@ -133,7 +127,7 @@ class MetaFunctions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _COMPOSED_ON_META and len(args) == 1 and not any(kwargs.values()):
-            return _Activation.apply(*args)
+            return F.gelu(*args)
         dtype = self._dtype_for(name, args) if torch.is_autocast_enabled("cpu") else None
         if dtype is None:
             return func(*args, **kwargs)
@@ -160,15 +154,3 @@ class MetaFunctions(TorchFunctionMode):
         if id(value) not in self.conversions:
             self.conversions[id(value)] = value.to(dtype)
         return self.conversions[id(value)]
-
-
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.empty_like(x)

@@ -107,7 +107,13 @@ class MetaModel:
         loss: Loss | None = None,
     ) -> None:
         check_module("memory", model)
-        self.device_type, self.dtype = _device_type(model, device), autocast_dtype(precision)
+        first = next(model.parameters(), None)
+        if device is None and first is not None and not first.is_meta:
+            device = first.device
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device_type, self.dtype = torch.device(device).type, autocast_dtype(precision)
+        if self.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device is {self.device_type!r}, but memory is known on 'cpu' and 'cuda' only")
         self.loss = default_loss if loss is None else loss
         self.model = copy_to_meta(model)
         self.parameters = [*self.model.parameters()]
@@ -239,19 +245,6 @@ def autocast_dtype(precision: Precision) -> torch.dtype | None:
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, but must be one of {', '.join(PRECISIONS)}, or a dtype")
     return PRECISIONS[str(precision)]
-
-
-def _device_type(model: nn.Module, device: str | torch.device | None) -> str:
-    first = next(model.parameters(), None)
-    if device is not None:
-        found = torch.device(device).type
-    elif first is None or first.is_meta:
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-    else:
-        found = first.device.type
-    if found not in ("cpu", "cuda"):
-        raise ValueError(f"device is {found!r}, but memory is known on 'cpu' and 'cuda' only")
-    return found
 
 
 def parts_of_model(model: nn.Module) -> Iterator[tuple[Tensor, str]]:

@@ -21,9 +21,6 @@ from ..kernels.convolution import SINGLE_IMAGE
 CUDA_ALLOCATION = 512
 """PyTorch's allocator for CUDA rounds sizes up to a multiple of this."""
 
-ONEDNN_BLOCK = 16
-"""oneDNN may reorder a convolution's operands into blocks of so many channels, of 8 on processors without AVX-512."""
-
 _aten = torch.ops.aten
 _ELEMENTWISE = {_aten.mul, _aten.mul_, _aten.add, _aten.add_, _aten.sub, _aten.sub_}
 _ELEMENTWISE |= {_aten.div, _aten.addcmul, _aten.addcmul_}
@@ -103,7 +100,7 @@ class MemoryMode(TorchDispatchMode):
             return
         size = storage.nbytes()
         if self.device_type == "cuda":
-            size = _rounded(size, CUDA_ALLOCATION)
+            size = -(-size // CUDA_ALLOCATION) * CUDA_ALLOCATION
         self.known.add(address)
         self.current += size
         if not self.is_backward:
@@ -121,22 +118,11 @@ def _temporary_bytes(operation: Any, args: tuple[Any, ...], output: Any) -> int:
     """The bytes that an operation on a CPU allocates and frees itself."""
     if operation in _CONVOLUTIONS:
         return _convolution_workspace(operation is _aten.convolution_backward, args, output)
-    if operation in _ELEMENTWISE:
-        return _conversions([*tensors_of(args)], output)
-    if operation is _aten.max_pool2d_with_indices_backward:
-        memory_format = memory_format_of(args[0])  # grad_output's, to which indices and grad_input are converted
-        return sum(each.nbytes for each in (args[-1], output) if memory_format_of(each) is not memory_format)
+    if operation in _ELEMENTWISE:  # copies of operands, and of the output, in the dtype of the arithmetic
+        tensors = [each for each in (*tensors_of(args), output) if each.dim() > 0]
+        common = functools.reduce(torch.promote_types, (each.dtype for each in tensors[:-1]), output.dtype)
+        return sum(each.numel() for each in tensors if each.dtype is not common) * common.itemsize
     return 0
-
-
-def _conversions(operands: list[Tensor], output: Tensor) -> int:
-    """The copies of operands, and of the output, in the dtype of an elementwise operation's arithmetic."""
-    dtypes = [each.dtype for each in operands if each.dim() > 0]
-    if len({*dtypes, output.dtype}) < 2 or not dtypes:
-        return 0
-    common = functools.reduce(torch.promote_types, dtypes)
-    converted = (each.numel() for each in (*operands, output) if each.dim() > 0 and each.dtype is not common)
-    return sum(converted) * common.itemsize
 
 
 def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any) -> int:
@@ -148,7 +134,8 @@ def _convolution_workspace(is_backward: bool, args: tuple[Any, ...], output: Any
         taps, is_dilated = math.prod(kernel_size), max(args[5 + is_backward]) > 1
         columns = grad_output.numel() // grad_output.shape[1] * in_channels * taps * weight.itemsize
         return 0 if taps == 1 and weight.dim() < 5 else columns // (len(images) if is_dilated else 1)
-    blocked = _in_blocks(images) + _in_blocks(grad_output) + weight.nbytes
+    contiguous = (each for each in (images, grad_output) if memory_format_of(each) is torch.contiguous_format)
+    blocked = sum(each.nbytes for each in contiguous) + weight.nbytes
     is_narrow = is_backward and weight.itemsize == 2 and output[0] is not None
     return max(blocked, 2 * images.nbytes) if is_narrow else blocked
 
@@ -164,10 +151,6 @@ def _by_im2col(images: Tensor, weight: Tensor) -> bool:
     return weight.dtype is torch.float32 and (
         is_small or (is_pointwise and len(images) < 16 and torch.get_num_threads() == 1)
     )
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def _batch_norm_results(operation: Any, args: tuple[Any, ...]) -> Any:
@@ -199,13 +182,6 @@ def _in_device_format(operation: Any, args: tuple[Any, ...], output: Any) -> Any
         return formatted(output, found)
     grad_input, grad_weight, grad_bias = output
     return *(None if grad is None else formatted(grad, found) for grad in (grad_input, grad_weight)), grad_bias
-
-
-def _in_blocks(images: Tensor) -> int:
-    """The bytes of a copy in oneDNN's blocked format, of images that are not in channels_last."""
-    if memory_format_of(images) is not torch.contiguous_format or images.shape[1] < ONEDNN_BLOCK // 2:
-        return 0
-    return _rounded(images.shape[1], ONEDNN_BLOCK) * (images.numel() // max(images.shape[1], 1)) * images.itemsize
 
 
 def tensors_of(values: Any) -> Iterator[Tensor]:
