@@ -1,6 +1,6 @@
 """Rules for argument values. Each message is one sentence: the argument's name, its value, what it must be."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral, Number, Real
 from typing import Any, NamedTuple
 
@@ -60,18 +60,6 @@ def check(name: str, value: Any, rule: Rule) -> None:
         raise ValueError(f"{name} is {describe(value)}, but must be {rule.needed}")
 
 
-def check_integer(name: str, value: Any, at_least: int) -> None:
-    check(name, value, integer(at_least))
-
-
-def check_between(name: str, value: Any, low: float, high: float, closed: str) -> None:
-    check(name, value, number(low, high, closed))
-
-
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    check(name, value, choice(*allowed))
-
-
 def check_module(function: str, value: Any) -> None:
     """Raise TypeError unless `value` is a module."""
     if not isinstance(value, torch.nn.Module):
@@ -82,7 +70,13 @@ def check_module(function: str, value: Any) -> None:
 def describe(value: Any) -> str:
     """The value's repr or, where that is too long for a message, its type and size."""
     if isinstance(value, torch.Tensor):
-        return _describe_tensor(value)
+        if value.is_nested:
+            return "a nested tensor"
+        shape = "×".join(map(str, value.shape)) or "no dimensions"
+        dense = value.layout is torch.strided and value.device.type != "meta"
+        finite = not dense or not value.is_floating_point() or bool(torch.isfinite(value.float()).all())
+        more = "" if finite else ", with values that are not finite"
+        return f"a tensor of {shape}, {value.dtype}, {value.layout}, on {value.device}{more}"
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a huge number"
     text = repr(value)
@@ -92,13 +86,3 @@ def describe(value: Any) -> str:
         return f"{value[:60]!a} …"
     size = f" of {len(value)}" if isinstance(value, (dict, list, tuple, set, bytes)) else ""
     return f"a {type(value).__name__}{size}"
-
-
-def _describe_tensor(tensor: torch.Tensor) -> str:
-    if tensor.is_nested:
-        return "a nested tensor"
-    shape = "×".join(map(str, tensor.shape)) or "no dimensions"
-    kind = f"tensor of {shape}, {tensor.dtype}, {tensor.layout}, on {tensor.device}"
-    dense = tensor.layout is torch.strided and tensor.device.type != "meta"
-    finite = not dense or not tensor.is_floating_point() or bool(torch.isfinite(tensor.float()).all())
-    return f"a {kind}" if finite else f"a {kind}, with values that are not finite"

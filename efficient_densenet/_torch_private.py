@@ -71,13 +71,8 @@ def convolutions_in_tf32() -> bool:
     return torch.backends.cudnn.allow_tf32 if _fp32_precision is None else _fp32_precision("cuda", "conv") == "tf32"
 
 
-_are_transforms_active = _private("_C._are_functorch_transforms_active", "falling back under torch.func", False)
-
-
-def functorch_is_active() -> bool:
-    """Return True under a `torch.func` transform (vmap, grad, jvp and their compositions)."""
-    return _are_transforms_active()
-
+functorch_is_active = _private("_C._are_functorch_transforms_active", "falling back under torch.func", False)
+"""Returns True under a `torch.func` transform (vmap, grad, jvp and their compositions)."""
 
 _is_legacy_batchedtensor = _private("_C._functorch.is_legacy_batchedtensor", SHARED)
 
@@ -118,13 +113,10 @@ def hook_dicts(module: torch.nn.Module) -> list[dict[int, Any]]:
 _HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
 
 
-_hooks_enabled = _private("_C._autograd._saved_tensors_hooks_is_enabled", "falling back without their hooks", True)
-
-
-def saved_tensors_hooks_enabled() -> bool:
-    """Return False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
-    return _hooks_enabled()
-
+saved_tensors_hooks_enabled = _private(
+    "_C._autograd._saved_tensors_hooks_is_enabled", "falling back without their hooks", True
+)
+"""Returns False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
 
 _cache_enabled = _private("nn.utils.parametrize._cache_enabled", "recomputing parametrizations", True)
 

@@ -10,51 +10,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import check_integer
+from ._checks import check, integer
 from ._images import UndecodableImage, image_files, open_image, to_channels, to_tensor
 from .models.densenet import DenseNet
 from .models.zoo import build_configured, create_model
 from .weights.config import ModelConfig
 from .weights.load import load_weights
-from .weights.named import weights_classes, weights_transforms
-from .weights.published import PUBLISHED
-from .weights.trained import TRAINED, find_checkpoint
+from .weights.named import PUBLISHED, TRAINED, find_checkpoint, weights_classes, weights_transforms
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-HEAT: dict[str, Any] = {"black": "#440154", "mid": "#21918c", "white": "#fde725"}
-"""The colors of a heat map from its least to its largest value, which differ in lightness too."""
-
 
 class Prediction(NamedTuple):
-    """The likeliest classes of an image with their probabilities; the model's input, and its last feature map."""
+    """The likeliest classes of an image with their probabilities."""
 
     path: Path
     likeliest: tuple[tuple[str, float], ...]
-    input: Tensor
-    heat: Tensor
-    """The class activation map of the likeliest class (Zhou et al., https://arxiv.org/abs/1512.04150), at least 0: for
-    a DenseNet the same as Grad-CAM's, up to a factor."""
 
     def __str__(self) -> str:
         classes = ", ".join(f"{name} ({probability:.1%})" for name, probability in self.likeliest)
         return f"{self.path}: {classes}"
-
-    def overlay(self) -> "Image":
-        """The model's input, colored by the heat map."""
-        from PIL import Image, ImageOps
-
-        def to_gray(values: Tensor) -> Image.Image:
-            values = (values - values.amin()) / (values.amax() - values.amin()).clamp(min=1e-12)
-            return Image.fromarray((255 * values).byte().cpu().numpy())
-
-        heat = F.interpolate(self.heat[None, None], self.input.shape[-2:], mode="bicubic")[0, 0]
-        shown = to_gray(self.input.float().mean(0)).convert("RGB")
-        return Image.blend(shown, ImageOps.colorize(to_gray(heat.clamp(min=0)), **HEAT), 0.5)
 
 
 @dataclass(frozen=True)
@@ -71,15 +49,13 @@ class Classifier:
         device = next(self.model.parameters()).device
         with open_image(path) as image:
             x = self.prepare(image).to(device)
-        features = self.model.forward_features(x[None])
-        probabilities = self.model.forward_head(features).softmax(1)[0]
+        probabilities = self.model(x[None]).softmax(1)[0]
         if not probabilities.isfinite().all():
             raise FloatingPointError(
                 f"{path}: the model's outputs are not finite, so its weights are damaged: restore them from a copy"
             )
         found = probabilities.argsort(descending=True)[:top].tolist()
-        heat = torch.einsum("c,chw->hw", self.model.get_parameter("classifier.weight")[found[0]], features[0]).relu()
-        return Prediction(path, tuple((self.classes[i], float(probabilities[i])) for i in found), x, heat)
+        return Prediction(path, tuple((self.classes[i], float(probabilities[i])) for i in found))
 
 
 def load_classifier(source: str) -> Classifier:
@@ -119,7 +95,7 @@ def main(words: list[str] | None = None) -> None:
 
 def _predict(options: argparse.Namespace) -> int:
     """Print predictions as they are made, and write the files. Returns the number of images that cannot be decoded."""
-    check_integer("top", options.top, at_least=1)
+    check("top", options.top, integer(1))
     paths, undecodable = [path for each in options.images for path in image_files(each)], 0
     classifier = load_classifier(options.model)
     classifier.model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,10 +114,6 @@ def _predict(options: argparse.Namespace) -> int:
             print(prediction, flush=True)
             if table:
                 table.writerows((path, rank, *found) for rank, found in enumerate(prediction.likeliest, 1))
-            if options.cam:
-                map_file = options.cam.joinpath(*(part for part in path.parts if part not in (path.anchor, "..")))
-                map_file.parent.mkdir(parents=True, exist_ok=True)
-                prediction.overlay().save(f"{map_file}.png")
     return undecodable
 
 
@@ -158,5 +130,4 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--top", type=int, default=3, help="classes to print of each")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write a table, a row for each image and class")
-    parser.add_argument("--cam", type=Path, metavar="FOLDER", help="draw where the likeliest class was seen")
     return parser

@@ -91,33 +91,23 @@ def warm_up() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in ready)
 
 
-def prepare(name: str, batch_size: int, image_size: int | None, device: str) -> None:
-    """Compile the kernels of a model by a training step."""
-    model: DenseNet = create_model(name).to(device)
-    image_size = image_size or (32 if VARIANTS[name].get("small_inputs") else 224)
-    model(torch.zeros(batch_size, 3, image_size, image_size, device=device)).sum().backward()
-
-
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The options of the command line."""
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="efficient-densenet doctor", description=__doc__)
     parser.add_argument("--compare", action="store_true", help="test the Triton kernels now")
     parser.add_argument("--warmup", action="store_true", help="compile all kernels now, as does their first use")
     parser.add_argument("--model", help="compile the kernels of this model of the zoo, by a training step")
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--image_size", type=int, help="default: 32 for models for CIFAR, 224 for others")
-    return parser.parse_args(words)
-
-
-def main(words: list[str] | None = None) -> None:
-    arguments = parse(words)
+    arguments = parser.parse_args(words)
     for line in report(arguments.compare or arguments.warmup):
         print(line)
     if arguments.warmup:
         print(f"compiled the kernels for {warm_up() or 'nothing, since they do not run here'}")
     if arguments.model:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        prepare(arguments.model, arguments.batch_size, arguments.image_size, device)
+        model: DenseNet = create_model(arguments.model).to(device)
+        size = arguments.image_size or (32 if VARIANTS[arguments.model].get("small_inputs") else 224)
+        model(torch.zeros(arguments.batch_size, 3, size, size, device=device)).sum().backward()
         print(f"compiled the kernels of {arguments.model} on {device}")
 
 

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_images, small_model
+from helpers import small_model
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from PIL import Image
 from safetensors import torch as safetensors
 from samples import DEMOS, DIGITS
 from training.results import plot_curves
 
 from efficient_densenet import DenseNet, fc_densenet56, features, list_models
 from efficient_densenet import __main__ as command
-from efficient_densenet.classify import Classifier
 
 ROOT = DEMOS.parent
 
@@ -35,7 +33,7 @@ def test_predict_a_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "some" / "a.png").write_text("not an image")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="error: 1 of the files could not be decoded"):
-        run(monkeypatch, "predict", "some", "--model", str(DIGITS), "--top", "2", "--csv", "a.csv", "--cam", "maps")
+        run(monkeypatch, "predict", "some", "--model", str(DIGITS), "--top", "2", "--csv", "a.csv")
     printed = capsys.readouterr()
     assert "note: some/a.png is not an image that can be decoded" in printed.err
     with open("a.csv", newline="") as file:
@@ -46,24 +44,6 @@ def test_predict_a_folder(tmp_path, monkeypatch, capsys):
     assert [row["class"] for row in rows[::2]] == ["3", "7"]
     shown = (f"{row['class']} ({float(row['probability']):.1%})" for row in rows)
     assert printed.out == "".join(f"{rows[i]['image']}: {next(shown)}, {next(shown)}\n" for i in (0, 2))
-    for name in ("digit_3", "digit_7"):
-        with Image.open(f"maps/some/{name}/{name}.png.png") as drawn:
-            assert drawn.size == (32, 32)
-            assert len(drawn.getcolors(32 * 32)) > 100
-
-
-def test_the_map_of_a_class_is_grad_cam_s(tmp_path):
-    model = small_model("imagenet").eval()
-    x = random_images("imagenet")[0]
-    Image.new("RGB", (9, 9)).save(tmp_path / "image.png")
-    found = Classifier(model, lambda image: x, ("a", "b", "c", "d", "e"))(tmp_path / "image.png")
-    maps = model.forward_features(x[None]).detach().requires_grad_()
-    logits = model.forward_head(maps)[0]
-    assert found.likeliest[0] == ("abcde"[int(logits.argmax())], pytest.approx(logits.softmax(0).max().item()))
-    (grad,) = torch.autograd.grad(logits.max(), maps)
-    expected = (grad.mean((2, 3), keepdim=True) * maps).sum(1)[0].relu() * maps[0, 0].numel()
-    assert found.heat.max() > 0
-    assert torch.allclose(found.heat, expected)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from torch import Tensor
 from training import finetune
 
 from efficient_densenet import DenseNet
-from efficient_densenet.weights.published import NAMES, PUBLISHED
-from efficient_densenet.weights.trained import TRAINED, TrainedWeights
+from efficient_densenet.weights.named import NAMES, PUBLISHED, TRAINED, TrainedWeights
 
 OWN = ("--data", "own", "--batch_size", "8", "--lr", "1e-9", "--save", "run", "--device", "cpu", "--workers", "0")
 FROM = ("--weights", "source", *OWN)
@@ -107,7 +106,7 @@ def test_weights_by_name(place, monkeypatch):
     content = {"options": config["options"] | network, "model": config["model"] | network, "data": config["data"]}
     (place / "source" / "config.json").write_text(json.dumps(content))
     torch.save(model.state_dict(), place / "source" / "model.pt")
-    monkeypatch.setattr("efficient_densenet.weights.trained.CHECKPOINTS", place)
+    monkeypatch.setattr("efficient_densenet.weights.named.CHECKPOINTS", place)
     monkeypatch.setitem(TRAINED, "animals", TrainedWeights("densenet_40_12", "source"))
     words = ("--weights", "animals", "--n_epochs", "1", "--lr", "1e-9", "--data", "own", "--workers", "0")
     done = demo("cp_demo.py", *words, "--model", "densenet_40_12", cwd=place)

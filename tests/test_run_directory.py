@@ -29,7 +29,7 @@ from training import files
 from training.run_directory import merge_options, read_state
 
 from efficient_densenet import DenseNet, load_weights
-from efficient_densenet.weights.trained import TRAINED
+from efficient_densenet.weights.named import TRAINED
 
 OWN = (*TINY, "--data", "own", "--batch_size", "5", "--image_size", "8", "--device", "cpu", "--save", "run")
 RESUME = ("cp_demo.py", "--save", "run", "--resume")

@@ -15,8 +15,8 @@ from training.models import load_model
 
 from efficient_densenet import create_model, densenet121, weights_classes, weights_transforms
 from efficient_densenet.models import zoo
-from efficient_densenet.weights import trained
-from efficient_densenet.weights.trained import CHECKPOINTS, TRAINED, TrainedWeights
+from efficient_densenet.weights import named
+from efficient_densenet.weights.named import CHECKPOINTS, TRAINED, TrainedWeights
 from efficient_densenet.weights.transforms import ImageTransform
 
 MODEL = "densenet_bc_22_12"
@@ -130,7 +130,7 @@ def test_wrong_names():
 
 
 def test_weights_that_are_absent_or_damaged(digits, tmp_path, monkeypatch):
-    monkeypatch.setattr(trained, "CHECKPOINTS", tmp_path)
+    monkeypatch.setattr(named, "CHECKPOINTS", tmp_path)
     with pytest.raises(
         ValueError,
         match=r"^\S+model.pt is no file, .* only a clone of the repository has it: .*copy checkpoints/digits there",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from efficient_densenet._archive import load_archive
+from efficient_densenet.weights.source import load_archive
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.weights.key_names import new_names
 from efficient_densenet.weights.load import load_weights
-from efficient_densenet.weights.published import NAMES, PUBLISHED, find_published
+from efficient_densenet.weights.named import NAMES, PUBLISHED, TRAINED, find_checkpoint, find_published
 from efficient_densenet.weights.source import read_state_dict
-from efficient_densenet.weights.trained import TRAINED, find_checkpoint
 
 from .models import CONFIG, WEIGHTS, ModelConfig, describe_classes, load_model, weights_of
 

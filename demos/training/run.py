@@ -13,7 +13,7 @@ import torch
 
 from efficient_densenet import __version__
 from efficient_densenet.models.zoo import build_configured
-from efficient_densenet.weights.trained import find_checkpoint
+from efficient_densenet.weights.named import find_checkpoint
 
 from . import files, models
 from .cuda_graph import check_cuda_graph, why_no_cuda_graph

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_densenet._extras import need
-from efficient_densenet.weights.trained import TRAINED
+from efficient_densenet.weights.named import TRAINED
 
 from . import files
 from .loop import TrainingPosition

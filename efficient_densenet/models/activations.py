@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from .._checks import check_choice, describe
+from .._checks import check, choice, describe
 
 ActivationFactory = Callable[[], nn.Module]
 """A class, or a function that returns a new module for each place."""
@@ -29,7 +29,7 @@ RELU = _NAMED["relu"]
 def activation_factory(activation: str | ActivationFactory) -> ActivationFactory:
     """The function that returns the activations of a model, from a name or the function itself."""
     if isinstance(activation, str):
-        check_choice("activation", activation, tuple(_NAMED))
+        check("activation", activation, choice(*_NAMED))
         return _NAMED[activation]
     if isinstance(activation, nn.Module) or not callable(activation):
         raise TypeError(

@@ -6,7 +6,7 @@ Maps have timm's numbers: map 0 is the stem's output before its pooling, and map
 from collections.abc import Sequence
 from typing import Any
 
-from .._checks import check_choice
+from .._checks import check, choice
 
 MAPS = ("timm", "raw", "normalised_rectified")
 """Which map a dense block returns: `raw`, its output; `normalised_rectified`, the output of the norm and the ReLU that
@@ -48,7 +48,7 @@ class FeatureInfo:
 
     def of_maps(self, out_indices: int | Sequence[int] | None, maps: str) -> "FeatureInfo":
         """The description for a backbone that returns these maps."""
-        check_choice("maps", maps, MAPS)
+        check("maps", maps, choice(*MAPS))
         blocks = range(1, len(self))
         names = {i: f"denseblock{i}" for i in blocks}
         if maps == "normalised_rectified":

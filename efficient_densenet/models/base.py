@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, TypeVar
@@ -10,12 +11,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from .._checks import check, integer
 from .._compilers import records_sizes
+from .._extras import need
 from ..engine import choose
 from ..norms.batch_norm import torch_class
 from ..weights.load import WeightsReport
 from .dimensions import NORMS, modules_for
-from .hub import as_hub_model, hub_class
 from .layers import DenseBlock
 
 Model = TypeVar("Model", bound="DenseModel")
@@ -40,16 +42,11 @@ class DenseModel(nn.Module):
 
         `options` are those of Hugging Face's `PyTorchModelHubMixin`, such as `push_to_hub=True`.
         """
-        self._check_arguments()
         run = [name for name in ("model.pt", "last.pt") if Path(folder, name).exists()]
         if run:
             raise ValueError(
                 f"{folder} has a {run[0]} of a training run, whose config.json would go: take another folder"
             )
-        as_hub_model(self).save_pretrained(folder, config=self.arguments, **options)
-
-    def _check_arguments(self) -> None:
-        """Raise ValueError if the arguments do not build this model again."""
         missing = inspect.signature(type(self)).parameters.keys() - self.arguments.keys()
         if missing:
             raise ValueError(
@@ -71,6 +68,9 @@ class DenseModel(nn.Module):
                 f"found that {changed[0]} has changed since the model was built ({ours.get(changed[0])}, where its "
                 f"arguments make {theirs.get(changed[0])}): save its state_dict(), or build it with other arguments"
             )
+        twin = _hub_class(type(self)).__new__(_hub_class(type(self)))  # of the same modules
+        vars(twin).update(vars(self))
+        twin.save_pretrained(folder, config=self.arguments, **options)
 
     @classmethod
     def from_pretrained(cls: type[Model], name: str | Path, **options: Any) -> Model:
@@ -81,7 +81,7 @@ class DenseModel(nn.Module):
         """
         if Path(name).is_dir() and not Path(name, "config.json").is_file():
             raise FileNotFoundError(f"{name} has no config.json, which says how to build the model: save it again")
-        model = hub_class(cls).from_pretrained(name, **{"strict": True} | options)
+        model = _hub_class(cls).from_pretrained(name, **{"strict": True} | options)
         model.__class__ = cls
         return model
 
@@ -151,3 +151,23 @@ def _described(model: nn.Module) -> dict[str, str]:
     """What each module and tensor is, without values."""
     modules = {name: f"{torch_class(each).__name__}({each.extra_repr()})" for name, each in model.named_modules()}
     return modules | {name: str(tuple(each.shape)) for name, each in model.state_dict().items()}
+
+
+@cache
+def _hub_class(cls: type[nn.Module]) -> Any:
+    """The class of a model, with the mixin of Hugging Face that saves and loads."""
+    need("safetensors", extra="hub")
+    mixin = need("huggingface_hub", extra="hub").PyTorchModelHubMixin
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__}, library_name="efficient_densenet")
+
+
+def check_architecture(growth_rate: Any, block_config: Any, num_init_features: Any, *, in_pairs: bool = False) -> None:
+    """Raise ValueError for what no network has; with `in_pairs` blocks stand on both sides of a middle one."""
+    check("growth_rate", growth_rate, integer(1))
+    is_list = isinstance(block_config, Sequence) and not isinstance(block_config, str)
+    if not is_list or not block_config or (in_pairs and (len(block_config) % 2 == 0 or len(block_config) < 3)):
+        needed = "an odd number of blocks, such as (4, 5, 4)" if in_pairs else "each block, such as (16, 16, 16)"
+        raise ValueError(f"block_config is {block_config!r}, but must list the layers of {needed}")
+    for layers in block_config:
+        check("a number of layers in block_config", layers, integer(1))
+    check("num_init_features", num_init_features, integer(1))

@@ -1,15 +1,15 @@
 """The DenseNet: a classifier on `features`, or a backbone. The engines decide how a dense block is run."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_between, check_choice, check_integer
+from .._checks import check, choice, integer, number
 from .._dimensions import DIMENSIONS
 from .activations import ActivationFactory
-from .base import DenseModel
+from .base import DenseModel, check_architecture
 from .budget import MemoryBudget
 from .dimensions import CONVOLUTIONS
 from .features import block_strides, build_features, dilate
@@ -81,11 +81,13 @@ class DenseNet(DenseModel):
         self._keep_arguments(locals())
         bn_size, init = bn_size or 0, init or ("fan_out" if small_inputs else "fan_in")
         efficient = efficient if memory_efficient is None else memory_efficient
-        _check_architecture(growth_rate, block_config, compression, num_init_features, bn_size)
-        check_between("drop_rate", drop_rate, 0, 1, "[)")
-        check_integer("num_classes", num_classes, at_least=0)
-        check_integer("in_channels", in_channels, at_least=1)
-        check_choice("init", init, ("fan_out", "fan_in"))
+        check_architecture(growth_rate, block_config, num_init_features)
+        check("compression", compression, number(0, 1, "(]"))
+        check("bn_size", bn_size, integer(0))
+        check("drop_rate", drop_rate, number(0, 1, "[)"))
+        check("num_classes", num_classes, integer(0))
+        check("in_channels", in_channels, integer(1))
+        check("init", init, choice("fan_out", "fan_in"))
         self.in_channels, self.num_classes = in_channels, num_classes
         self.small_inputs, self.dims = small_inputs, dims
         self.memory_budget = None if memory_budget is None else MemoryBudget(memory_budget)
@@ -172,7 +174,7 @@ class DenseNet(DenseModel):
     def reset_classifier(self, num_classes: int) -> None:
         """Replace the classifier; with 0 classes, the model returns pooled features."""
         self._refuse_backbone("reset_classifier")
-        check_integer("num_classes", num_classes, at_least=0)
+        check("num_classes", num_classes, integer(0))
         like = self.features.norm5.weight
         self.num_classes, self.classifier = num_classes, nn.Identity()
         self.arguments = {**self.arguments, "num_classes": num_classes}
@@ -220,18 +222,3 @@ def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *
             "use its own features or torchvision.models.feature_extraction"
         )
     return as_backbone(out_indices, maps=maps)
-
-
-def _check_architecture(
-    growth_rate: Any, block_config: Any, compression: Any, num_init_features: Any, bn_size: Any
-) -> None:
-    check_integer("growth_rate", growth_rate, at_least=1)
-    if not isinstance(block_config, Sequence) or isinstance(block_config, str) or not block_config:
-        raise ValueError(
-            f"block_config is {block_config!r}, but must list the layers of each block, such as (16, 16, 16)"
-        )
-    for layers in block_config:
-        check_integer("a number of layers in block_config", layers, at_least=1)
-    check_between("compression", compression, 0, 1, "(]")
-    check_integer("num_init_features", num_init_features, at_least=1)
-    check_integer("bn_size", bn_size, at_least=0)

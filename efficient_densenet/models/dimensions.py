@@ -2,7 +2,7 @@
 
 from torch.nn.modules.conv import _ConvNd
 
-from .._checks import check_choice
+from .._checks import check, choice
 from .._dimensions import DIMENSIONS, Dimensions, classes
 from ..norms.batch_norm import CpBatchNorm1d, CpBatchNorm2d, CpBatchNorm3d
 
@@ -12,5 +12,5 @@ TRANSPOSED_CONVOLUTIONS: tuple[type[_ConvNd], ...] = classes("ConvTranspose")
 
 
 def modules_for(dims: int) -> Dimensions:
-    check_choice("dims", dims, tuple(DIMENSIONS))
+    check("dims", dims, choice(*DIMENSIONS))
     return DIMENSIONS[dims]

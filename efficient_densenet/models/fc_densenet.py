@@ -1,15 +1,14 @@
 """The FC-DenseNet, a DenseNet that labels every pixel, with dense blocks in a downsampling and an upsampling path."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_between, check_integer
+from .._checks import check, integer, number
 from ..engine.network import run_sequence
 from .activations import ActivationFactory, activation_factory
-from .base import DenseModel
+from .base import DenseModel, check_architecture
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
 from .layers import DenseBlock
 
@@ -47,10 +46,10 @@ class FCDenseNet(DenseModel):
     ) -> None:
         super().__init__()
         self._keep_arguments(locals())
-        _check_architecture(growth_rate, block_config, num_init_features)
-        check_between("drop_rate", drop_rate, 0, 1, "[)")
-        check_integer("num_classes", num_classes, at_least=0)
-        check_integer("in_channels", in_channels, at_least=1)
+        check_architecture(growth_rate, block_config, num_init_features, in_pairs=True)
+        check("drop_rate", drop_rate, number(0, 1, "[)"))
+        check("num_classes", num_classes, integer(0))
+        check("in_channels", in_channels, integer(1))
         efficient = efficient if memory_efficient is None else memory_efficient
         self.in_channels, self.num_classes, self.dims = in_channels, num_classes, dims
         self.features = FCFeatures(
@@ -159,15 +158,3 @@ class TransitionUp(nn.Module):
         for dim in range(2, self.dims + 2):
             x = x.narrow(dim, 0, skipped.shape[dim])
         return torch.cat([x, skipped], 1)
-
-
-def _check_architecture(growth_rate: Any, block_config: Any, num_init_features: Any) -> None:
-    check_integer("growth_rate", growth_rate, at_least=1)
-    is_list = isinstance(block_config, Sequence) and not isinstance(block_config, str)
-    if not is_list or len(block_config) % 2 == 0 or len(block_config) < 3:
-        raise ValueError(
-            f"block_config is {block_config!r}, but must list the layers of an odd number of blocks, such as (4, 5, 4)"
-        )
-    for layers in block_config:
-        check_integer("a number of layers in block_config", layers, at_least=1)
-    check_integer("num_init_features", num_init_features, at_least=1)

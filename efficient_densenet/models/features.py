@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import check_choice
+from .._checks import check, choice
 from ..engine.network import run_sequence
 from ..engine.parts import Norm
 from .activations import RELU, ActivationFactory, activation_factory
@@ -31,7 +31,7 @@ class Features(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         modules = [(name, module) for name, module in self._modules.items() if name != "relu5"]
-        x, outputs = run_sequence(modules, x, _is_block, self.taps)
+        x, outputs = run_sequence(modules, x, lambda module: isinstance(module, DenseBlock), self.taps)
         if "norm5" in outputs:
             outputs["norm5"] = self.last_activation(outputs["norm5"])
         return tuple(outputs[name] for name in self.taps) if self.taps else x
@@ -59,10 +59,6 @@ class Features(nn.Sequential):
         return tapped
 
 
-def _is_block(module: nn.Module) -> bool:
-    return isinstance(module, DenseBlock)
-
-
 def build_features(
     block_config: Sequence[int],
     num_init_features: int,
@@ -76,8 +72,15 @@ def build_features(
     activation: str | ActivationFactory = "relu",
 ) -> tuple[Features, FeatureInfo]:
     """The modules and a description of the feature maps; `make_block` takes a number of layers and of channels."""
-    make_activation = activation_factory(activation)
-    features = Features(_stem(in_channels, num_init_features, small_inputs, dims, make_activation))
+    make_activation, modules = activation_factory(activation), modules_for(dims)
+    if small_inputs:
+        conv0 = modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False)
+        features = Features(OrderedDict(conv0=conv0))
+    else:
+        conv0 = modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False)
+        pool0 = modules.MaxPool(kernel_size=3, stride=2, padding=1)
+        stem = OrderedDict(conv0=conv0, norm0=NORMS[dims](num_init_features), relu0=make_activation(), pool0=pool0)
+        features = Features(stem)
     channels = num_init_features
     info = [_map_info(channels, 1 if small_inputs else 2, "conv0" if small_inputs else "relu0")]
     for i, num_layers in enumerate(block_config, start=1):
@@ -104,7 +107,7 @@ def block_strides(num_blocks: int, small_inputs: bool, output_stride: int | None
     strides = [(1 if small_inputs else 4) * 2**i for i in range(num_blocks)]
     if output_stride is None:
         return strides
-    check_choice("output_stride", output_stride, strides)
+    check("output_stride", output_stride, choice(*strides))
     return [min(stride, output_stride) for stride in strides]
 
 
@@ -119,20 +122,6 @@ def dilate(features: Features, strides: Sequence[int]) -> None:
         for module in features.get_submodule(f"denseblock{i + 1}").modules():
             if isinstance(module, CONVOLUTIONS) and set(module.kernel_size) == {3}:
                 module.dilation = module.padding = (dilation,) * len(module.kernel_size)
-
-
-def _stem(
-    in_channels: int, num_init_features: int, small_inputs: bool, dims: int, make_activation: ActivationFactory
-) -> OrderedDict[str, nn.Module]:
-    modules = modules_for(dims)
-    if small_inputs:
-        return OrderedDict(conv0=modules.Conv(in_channels, num_init_features, kernel_size=3, padding=1, bias=False))
-    return OrderedDict(
-        conv0=modules.Conv(in_channels, num_init_features, kernel_size=7, stride=2, padding=3, bias=False),
-        norm0=NORMS[dims](num_init_features),
-        relu0=make_activation(),
-        pool0=modules.MaxPool(kernel_size=3, stride=2, padding=1),
-    )
 
 
 def _map_info(channels: int, reduction: int, module: str) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -52,38 +51,11 @@ FC_VARIANTS: dict[str, dict[str, Any]] = {
 """The variants that label every pixel, as arguments of `FCDenseNet`."""
 
 
-DenseNetName = Literal[
-    "densenet_40_12",
-    "densenet_100_12",
-    "densenet_100_24",
-    "densenet_bc_100_12",
-    "densenet_bc_250_24",
-    "densenet_bc_190_40",
-    "densenet_bc_40_36",
-    "densenet_bc_40_48",
-    "densenet_bc_40_60",
-    "densenet121",
-    "densenet169",
-    "densenet201",
-    "densenet161",
-    "densenet264",
-    "densenet232_48",
-    "densenet264_48",
-]
-FCDenseNetName = Literal["fc_densenet56", "fc_densenet67", "fc_densenet103"]
-
-
 def list_models(pattern: str = "*") -> list[str]:
     """The names of the variants that match a shell pattern such as "densenet_bc_*"."""
     return fnmatch.filter([*VARIANTS, *FC_VARIANTS], pattern)
 
 
-@overload
-def create_model(name: DenseNetName, **arguments: "Unpack[DenseNetArguments]") -> DenseNet: ...
-@overload
-def create_model(name: FCDenseNetName, **arguments: "Unpack[ModelArguments]") -> FCDenseNet: ...
-@overload
-def create_model(name: str, **arguments: "Unpack[DenseNetArguments]") -> Any: ...
 def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> Any:
     """Build the variant called `name`: a `DenseNet` or, for fc_densenet…, an `FCDenseNet`.
 
@@ -109,7 +81,12 @@ def create_model(name: str, *, weights: Any = None, adapt_input: str | None = No
     unknown = [key for key in overrides if key not in allowed]
     if unknown:
         takes = f"{cls.__name__} takes {', '.join(allowed)}, and the zoo weights and adapt_input"
-        hint = _hint(unknown[0], [*allowed, "weights", "adapt_input"])
+        words = [*allowed, "weights", "adapt_input"]
+        ours, library = THEIR_WORDS.get(unknown[0], ("", ""))
+        near = difflib.get_close_matches(unknown[0], words, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        if ours in words:
+            hint = f"did you mean {ours!r}, which {library} call{'' if ' ' in library else 's'} {unknown[0]}? "
         raise TypeError(f"unknown argument {unknown[0]!r} for {name}: {hint}{takes}")
     if weights is None:
         return cls(**(variant | overrides))
@@ -144,14 +121,6 @@ def _variant(name: str) -> tuple[type[DenseNet] | type[FCDenseNet], dict[str, An
     return (DenseNet, VARIANTS[name]) if name in VARIANTS else (FCDenseNet, FC_VARIANTS[name])
 
 
-def _hint(unknown: str, allowed: list[str]) -> str:
-    ours, library = THEIR_WORDS.get(unknown, ("", ""))
-    if ours in allowed:
-        return f"did you mean {ours!r}, which {library} call{'' if ' ' in library else 's'} {unknown}? "
-    near = difflib.get_close_matches(unknown, allowed, n=1)
-    return f"did you mean {near[0]!r}? " if near else ""
-
-
 def _unused(model: DenseNet | FCDenseNet, name: str, overrides: dict[str, Any], num_classes: int | None) -> list[str]:
     """The keys of weights for `num_classes` that this model does not load: the classifier, or modules that a backbone
     lacks. Weights without a classifier have no `num_classes`."""
@@ -177,11 +146,7 @@ class FCDenseNetBuilder(Protocol):
         ...
 
 
-@overload
-def _builder(name: DenseNetName) -> DenseNetBuilder: ...
-@overload
-def _builder(name: FCDenseNetName) -> FCDenseNetBuilder: ...
-def _builder(name: str) -> Callable[..., Any]:
+def _builder(name: str) -> Any:
     """The function that builds a variant. Its signature has the variant's defaults."""
     cls, variant = _variant(name)
 
@@ -204,22 +169,22 @@ def _builder(name: str) -> Callable[..., Any]:
     return build
 
 
-densenet_40_12 = _builder("densenet_40_12")
-densenet_100_12 = _builder("densenet_100_12")
-densenet_100_24 = _builder("densenet_100_24")
-densenet_bc_100_12 = _builder("densenet_bc_100_12")
-densenet_bc_250_24 = _builder("densenet_bc_250_24")
-densenet_bc_190_40 = _builder("densenet_bc_190_40")
-densenet_bc_40_36 = _builder("densenet_bc_40_36")
-densenet_bc_40_48 = _builder("densenet_bc_40_48")
-densenet_bc_40_60 = _builder("densenet_bc_40_60")
-densenet121 = _builder("densenet121")
-densenet169 = _builder("densenet169")
-densenet201 = _builder("densenet201")
-densenet161 = _builder("densenet161")
-densenet264 = _builder("densenet264")
-densenet232_48 = _builder("densenet232_48")
-densenet264_48 = _builder("densenet264_48")
-fc_densenet56 = _builder("fc_densenet56")
-fc_densenet67 = _builder("fc_densenet67")
-fc_densenet103 = _builder("fc_densenet103")
+densenet_40_12: DenseNetBuilder = _builder("densenet_40_12")
+densenet_100_12: DenseNetBuilder = _builder("densenet_100_12")
+densenet_100_24: DenseNetBuilder = _builder("densenet_100_24")
+densenet_bc_100_12: DenseNetBuilder = _builder("densenet_bc_100_12")
+densenet_bc_250_24: DenseNetBuilder = _builder("densenet_bc_250_24")
+densenet_bc_190_40: DenseNetBuilder = _builder("densenet_bc_190_40")
+densenet_bc_40_36: DenseNetBuilder = _builder("densenet_bc_40_36")
+densenet_bc_40_48: DenseNetBuilder = _builder("densenet_bc_40_48")
+densenet_bc_40_60: DenseNetBuilder = _builder("densenet_bc_40_60")
+densenet121: DenseNetBuilder = _builder("densenet121")
+densenet169: DenseNetBuilder = _builder("densenet169")
+densenet201: DenseNetBuilder = _builder("densenet201")
+densenet161: DenseNetBuilder = _builder("densenet161")
+densenet264: DenseNetBuilder = _builder("densenet264")
+densenet232_48: DenseNetBuilder = _builder("densenet232_48")
+densenet264_48: DenseNetBuilder = _builder("densenet264_48")
+fc_densenet56: FCDenseNetBuilder = _builder("fc_densenet56")
+fc_densenet67: FCDenseNetBuilder = _builder("fc_densenet67")
+fc_densenet103: FCDenseNetBuilder = _builder("fc_densenet103")

@@ -15,7 +15,7 @@ _CLASS_NAMES = {"FrozenBatchNorm2d", "FrozenBatchNormAct2d"}
 _BUFFERS = ("weight", "bias", "running_mean", "running_var")
 
 _eps_by_class: WeakKeyDictionary[type[nn.Module], dict[tuple, float | None]] = WeakKeyDictionary()
-"""The eps that `_tried_eps` found, by class and by the plain attributes, which the class's forward may read."""
+"""The eps that `_eps` found, by class and by the plain attributes, which the class's forward may read."""
 
 
 def uses_running_statistics(norm: Any) -> bool:
@@ -44,27 +44,24 @@ def is_frozen_batch_norm(module: nn.Module) -> bool:
 
 def _eps(module: nn.Module) -> float | None:
     """The eps of a norm with the buffers of a FrozenBatchNorm2d; None if it computes something else."""
-    tried = _eps_by_class.setdefault(type(module), {})
+    known = _eps_by_class.setdefault(type(module), {})
     plain = tuple((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and k != "training")
-    if plain not in tried:
-        try:
-            tried[plain] = _tried_eps(module)
-        except Exception:  # not stored: a forward that fails under FakeTensorMode may succeed later
-            return None
-    return tried[plain]
-
-
-def _tried_eps(module: nn.Module) -> float | None:
-    """The eps for which the forward, without its activation, is weight · (x − mean) / √(var + eps) + bias."""
+    if plain in known:
+        return known[plain]
+    # Tried: is the forward, without its activation, weight · (x − mean) / √(var + eps) + bias for some eps?
     values = [[3.0, -2.0], [0.5, 1.0], [2.0, 0.25], [-1.0, 4.0], [5.0, 0.5]]
     x, *buffers = torch.tensor(values, dtype=torch.double, device="cpu")
     copied = copy.copy(module)
     copied._buffers = module._buffers | dict(zip(_BUFFERS, buffers, strict=True))
     copied._modules = {name: nn.Identity() for name in module._modules}
-    with torch.no_grad():
-        output = type(module).forward(copied, x.view(1, 2, 1, 1)).flatten()
     weight, bias, mean, variance = buffers
-    tried = ((x - mean) * weight / (output - bias)).square() - variance
-    first, second = (round(eps, 12) for eps in tried.tolist())
+    try:
+        with torch.no_grad():
+            output = type(module).forward(copied, x.view(1, 2, 1, 1)).flatten()
+        tried = ((x - mean) * weight / (output - bias)).square() - variance
+        first, second = (round(eps, 12) for eps in tried.tolist())
+    except Exception:  # not stored: a forward that fails under FakeTensorMode may succeed later
+        return None
     fits = first == second and 0 <= first < 1 and abs(first - getattr(module, "eps", first)) < 1e-11
-    return first if fits else None
+    known[plain] = first if fits else None
+    return known[plain]

@@ -41,7 +41,10 @@ def new_names(keys: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     sources: dict[str, str] = {}
     for key in keys:
-        name = _new_name(key)
+        name = key
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        name = _from_keras(name) or name
         if name in sources:
             raise ValueError(f"found both {sources[name]!r} and {key!r}, which are the same tensor {name!r}: drop one")
         names[key], sources[name] = name, key
@@ -53,33 +56,21 @@ def is_keras_kernel(key: str) -> bool:
     return re.search(r"[/._]kernel(?::0)?$", key) is not None
 
 
-def _new_name(key: str) -> str:
-    name = key
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return _from_keras(name) or name
-
-
 def _from_keras(key: str) -> str | None:
     """Return this package's name for a variable of keras.applications, such as `conv2_block1_0_bn/gamma`."""
     parts = _KERAS_KEY.fullmatch(key)
     if parts is None:
         return None
-    module = _keras_layer(re.sub(r"[/.]", "_", parts[1]))
-    return module and f"{module}.{_KERAS_VARIABLES.get(parts[2], parts[2])}"
-
-
-def _keras_layer(layer: str) -> str | None:
+    layer = re.sub(r"[/.]", "_", parts[1])
     half = len(layer) // 2
     if layer[:half] == layer[half + 1 :]:  # HDF5 files repeat the group: bn/bn/gamma:0
         layer = layer[:half]
-    if layer in ("conv1_conv", "conv1_bn"):
-        return "features.conv0" if layer == "conv1_conv" else "features.norm0"
+    module = {"conv1_conv": "features.conv0", "conv1_bn": "features.norm0", "bn": "features.norm5"}.get(layer)
     if match := re.fullmatch(r"conv(\d+)_block(\d+)_([012]_(?:bn|conv))", layer):
         part = _KERAS_TO_OURS.get(match[3])
-        return part and f"features.denseblock{int(match[1]) - 1}.denselayer{match[2]}.{part}"
-    if match := re.fullmatch(r"pool(\d+)_(bn|conv)", layer):
-        return f"features.transition{int(match[1]) - 1}.{'norm' if match[2] == 'bn' else 'conv'}"
-    if layer == "bn":
-        return "features.norm5"
-    return "classifier" if re.fullmatch(r"predictions|fc\d*", layer) else None
+        module = part and f"features.denseblock{int(match[1]) - 1}.denselayer{match[2]}.{part}"
+    elif match := re.fullmatch(r"pool(\d+)_(bn|conv)", layer):
+        module = f"features.transition{int(match[1]) - 1}.{'norm' if match[2] == 'bn' else 'conv'}"
+    elif re.fullmatch(r"predictions|fc\d*", layer):
+        module = "classifier"
+    return module and f"{module}.{_KERAS_VARIABLES.get(parts[2], parts[2])}"

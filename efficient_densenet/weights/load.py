@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_choice
+from .._checks import check, choice
 from .key_names import is_keras_kernel, new_names
 from .source import Source, is_array, join_names, read_state_dict, source_name
 
@@ -64,7 +64,7 @@ def load_weights(
             "repeat" repeats the old channels cyclically, scaled by old / new number of channels.
     """
     if adapt_input is not None:
-        check_choice("adapt_input", adapt_input, ("sum", "repeat"))
+        check("adapt_input", adapt_input, choice("sum", "repeat"))
     skip = (skip,) if isinstance(skip, str) else tuple(skip)
     loaded, state = read_state_dict(source), model.state_dict()
     theirs = {name: key for key, name in new_names(loaded).items()}
@@ -83,8 +83,13 @@ def load_weights(
             unusual.append(key)
             continue
         tensor = _in_torch_layout(key, loaded[key])
-        if name == _FIRST_CONV and adapt_input and _differs_in_channels(tensor, old):
-            tensor = _adapt_channels(tensor, old.shape[1], adapt_input)
+        shape = list(_shape(tensor) or ())
+        if name == _FIRST_CONV and adapt_input and len(shape) == old.dim() and shape[1] != old.shape[1]:
+            channels = old.shape[1]
+            if adapt_input == "sum":
+                tensor = tensor.sum(1, keepdim=True).expand(-1, channels, *shape[2:]) / channels
+            else:
+                tensor = tensor[:, torch.arange(channels) % shape[1]] * (shape[1] / channels)
             adapted.append(ours[name])
         if _shape(tensor) != old.shape:
             mismatched.append(f"{key} ({_format_shape(tensor)}, and the model's is {_format_shape(old)})")
@@ -92,7 +97,18 @@ def load_weights(
     unexpected = [key for name, key in theirs.items() if name not in ours and name not in skipped]
     missing = [ours[n] for n in not_loaded if n not in skipped and not n.endswith("num_batches_tracked")]
     if missing or unexpected or mismatched or unusual:
-        raise ValueError(_mismatch_message(source, missing, unexpected, mismatched, unusual))
+        groups = {
+            "missing": missing,
+            "not in the model": unexpected,
+            "of another shape": mismatched,
+            "not dense real tensors with data": unusual,
+        }
+        listed = "; ".join(f"{group}: {join_names(names)}" for group, names in groups.items() if names)
+        raise ValueError(
+            f"{source_name(source)} does not fit the model, which is unchanged: {listed}. To load the rest, list what "
+            "to skip, as in load_weights(..., skip=('classifier',)); for another number of input channels, give "
+            "adapt_input"
+        )
     model.load_state_dict({**state, **new})
     return WeightsReport(
         used=[theirs[name] for name in common],
@@ -135,18 +151,6 @@ def _in_torch_layout(key: str, value: Any) -> Any:
     return tensor
 
 
-def _differs_in_channels(tensor: Any, old: Tensor) -> bool:
-    shape = _shape(tensor)
-    return shape is not None and len(shape) == old.dim() and shape[1] != old.shape[1]
-
-
-def _adapt_channels(weight: Tensor, channels: int, mode: str) -> Tensor:
-    if mode == "sum":
-        return weight.sum(1, keepdim=True).expand(-1, channels, *weight.shape[2:]) / channels
-    indices = torch.arange(channels) % weight.shape[1]
-    return weight[:, indices] * (weight.shape[1] / channels)
-
-
 def _check_prefixes(prefixes: Sequence[str], names: Sequence[str]) -> None:
     """Raise ValueError for a prefix of no name. `num_batches_tracked` is allowed: old files do not have it."""
     for prefix in prefixes:
@@ -168,19 +172,3 @@ def _shape(value: Any) -> torch.Size | None:
 
 def _format_shape(value: Any) -> str:
     return "×".join(map(str, value.shape)) or "a number" if isinstance(value, Tensor) else type(value).__name__
-
-
-def _mismatch_message(
-    source: Source, missing: list[str], unexpected: list[str], mismatched: list[str], unusual: list[str]
-) -> str:
-    groups = {
-        "missing": missing,
-        "not in the model": unexpected,
-        "of another shape": mismatched,
-        "not dense real tensors with data": unusual,
-    }
-    listed = "; ".join(f"{group}: {join_names(names)}" for group, names in groups.items() if names)
-    return (
-        f"{source_name(source)} does not fit the model, which is unchanged: {listed}. To load the rest, list what to "
-        "skip, as in load_weights(..., skip=('classifier',)); for another number of input channels, give adapt_input"
-    )

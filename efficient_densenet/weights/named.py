@@ -1,16 +1,51 @@
 """What `weights=` takes: a file, or the name of weights of this package's training runs, or torchvision's weights."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .._extras import need
 from .config import ModelConfig
 from .load import model_arguments
-from .published import PUBLISHED, PublishedWeights, find_published
-from .trained import TRAINED, find_checkpoint
+
+PUBLISHED = ("densenet121", "densenet161", "densenet169", "densenet201")
+"""The variants with weights in torchvision."""
+NAMES = ("DEFAULT", "IMAGENET1K_V1")
+"""torchvision's names for the weights of each variant."""
+
+CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
+"""The directory is next to the package in a clone, and so in an editable installation. Other installations lack it."""
+
+
+class TrainedWeights(NamedTuple):
+    """The weights of a run: the variant of the zoo, and the run's directory in checkpoints/."""
+
+    model: str
+    directory: str
+
+    @property
+    def folder(self) -> Path:
+        return CHECKPOINTS / self.directory
+
+
+TRAINED = {"cifar10_jpeg": TrainedWeights("densenet_bc_100_12", "cifar10_jpeg_densenet_bc_100_12")}
+"""The weights by the name that `weights=` and the demos' `--weights` take."""
+
+
+def find_checkpoint(source: str) -> Path:
+    """The file of the weights named `source`, or else `source` as a path."""
+    if source not in TRAINED:
+        return Path(source)
+    path = TRAINED[source].folder / "model.pt"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is no file, but these weights need it, and only a clone of the repository has it: clone it and "
+            f"install with pip install -e, or copy checkpoints/{path.parent.name} there"
+        )
+    return path
 
 
 def weights_transforms(name: str, weights: Any = "DEFAULT") -> Callable[[Any], Tensor]:
@@ -44,6 +79,34 @@ class FileWeights(NamedTuple):
         return self.path
 
 
+class PublishedWeights(NamedTuple):
+    """A member of torchvision's `WeightsEnum`."""
+
+    entry: Any
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        return {"num_classes": len(self.classes), "in_channels": 3}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return tuple(self.entry.meta["categories"])
+
+    def transforms(self) -> Callable[[Any], Tensor]:
+        return self.entry.transforms()
+
+    def source(self) -> Mapping[str, Tensor]:
+        """The state dict of the weights, downloaded unless torch.hub's cache has it."""
+        try:
+            return self.entry.get_state_dict(progress=True, check_hash=True, weights_only=True)
+        except (OSError, RuntimeError) as exc:
+            reason = str(getattr(exc, "reason", exc)).splitlines()[0]
+            raise OSError(
+                f"the weights {self.entry} could not be downloaded from {self.entry.url} ({reason}): connect to the "
+                "network, or pass a file to load_weights, or as --weights to the demo"
+            ) from None
+
+
 def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     """Find the weights for the variant `name` of the zoo; raise ValueError for a wrong name, and download nothing."""
     if isinstance(weights, os.PathLike):
@@ -61,3 +124,18 @@ def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     if name not in PUBLISHED:
         raise ValueError(f"torchvision has no weights for {name!r}, but for {', '.join(PUBLISHED)}: leave weights out")
     return find_published(name, weights)
+
+
+def find_published(name: str, weights: Any) -> PublishedWeights:
+    """The weights for the variant `name`, one of `PUBLISHED`.
+
+    `weights` is a `WeightsEnum` member, or its name with or without the name of its class.
+    """
+    enum = need("torchvision", extra="weights").models.get_model_weights(name)
+    if isinstance(weights, enum):
+        return PublishedWeights(weights)
+    member = str(weights).removeprefix(f"{enum.__name__}.")
+    if isinstance(weights, str) and member in enum.__members__:
+        return PublishedWeights(enum[member])
+    names = ", ".join(map(repr, enum.__members__))
+    raise ValueError(f"weights is {weights!r}, but must be one of {names} for {name}, or a file")

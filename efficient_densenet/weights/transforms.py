@@ -39,17 +39,14 @@ class ImageTransform:
                 f"found an image of shape {tuple(images.shape)} and {images.dtype}, but these weights need uint8 with "
                 f"{channels} channels, ({channels}, H, W) or (N, {channels}, H, W): convert it, or give a PIL image"
             )
-        values = self._resize(images.float()).expand(*images.shape[:-3], channels, -1, -1)
-        mean, std = (values.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
-        return (values - mean) / std
-
-    def _resize(self, images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
         side = min(height, width)
         top, left = (height - side) // 2, (width - side) // 2
-        square = images[..., top : top + side, left : left + side]
-        if side == self.image_size:
-            return square
-        batch = square.reshape(-1, *square.shape[-3:])
-        resized = F.interpolate(batch, size=(self.image_size,) * 2, mode="bilinear", antialias=True)
-        return resized.round_().clamp_(0, 255).view(*images.shape[:-2], *resized.shape[-2:])
+        square = images[..., top : top + side, left : left + side].float()
+        if side != self.image_size:
+            batch = square.reshape(-1, *square.shape[-3:])
+            resized = F.interpolate(batch, size=(self.image_size,) * 2, mode="bilinear", antialias=True)
+            square = resized.round_().clamp_(0, 255).view(*images.shape[:-2], *resized.shape[-2:])
+        values = square.expand(*images.shape[:-3], channels, -1, -1)
+        mean, std = (values.new_tensor(numbers)[:, None, None] for numbers in (self.mean, self.std))
+        return (values - mean) / std
