@@ -101,7 +101,16 @@ def plan_block(block: EngineBlock, x: Tensor) -> BlockPlan:
         return BlockPlan(Engine.PLAIN)
     engine = block.engine
     if engine is None:
-        return _best_plan(block, x)
+        reason = _plan_by(Engine.SHARED, block, x)
+        if not isinstance(reason, str):
+            return reason
+        if torch.compiler.is_compiling():
+            may_recompute = block.why_not_recompute() is None
+            return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
+        others = (_plan_by(each, block, x) for each in (Engine.CHECKPOINT, Engine.PLAIN))
+        plan = next(plan for plan in others if not isinstance(plan, str))
+        warn_once(f"falling back from engine {Engine.SHARED.value!r} to {plan.engine.value!r}: {reason}")
+        return plan
     if torch.compiler.is_compiling():
         engine = _compiled_engine(engine)
     plan = _plan_by(engine, block, x)
@@ -152,19 +161,6 @@ def _compiled_engine(engine: Engine) -> Engine:
     if engine in (Engine.PLAIN, Engine.SHARED):
         return engine
     return Engine.OFFICIAL if CHECKPOINTS_UPDATE_ONCE else Engine.PLAIN
-
-
-def _best_plan(block: EngineBlock, x: Tensor) -> BlockPlan:
-    best, *others = Engine.SHARED, Engine.CHECKPOINT, Engine.PLAIN
-    reason = _plan_by(best, block, x)
-    if not isinstance(reason, str):
-        return reason
-    if torch.compiler.is_compiling():
-        may_recompute = block.why_not_recompute() is None
-        return BlockPlan(_compiled_engine(Engine.CHECKPOINT) if may_recompute else Engine.PLAIN)
-    plan = next(plan for engine in others if not isinstance(plan := _plan_by(engine, block, x), str))
-    warn_once(f"falling back from engine {best.value!r} to {plan.engine.value!r}: {reason}")
-    return plan
 
 
 def _plan_by(engine: Engine, block: EngineBlock, x: Tensor, request: StageRequest = USUAL_REQUEST) -> BlockPlan | str:

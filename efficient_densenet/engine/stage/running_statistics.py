@@ -106,7 +106,11 @@ def _update(
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
     batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
-    weight = _cumulative_weights(num_batches_tracked, batch) if momentum is None else momentum
+    weight: Any = momentum
+    if momentum is None:  # 1 / num_batches_tracked, a weight for each channel, with which all norms are one launch
+        weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()  # reading numbers would wait
+        rows = weights[:, None].repeat(1, max(tensor.shape[0] for tensor in batch)).unbind()
+        weight = [rows[i // 2][: tensor.shape[0]] for i, tensor in enumerate(batch)]
     running = [tensor.data for tensor in running]  # with versions of their own
     updated = [as_dtype(tensor, dtype) for tensor in running]
     foreach_lerp_(updated, batch, weight)
@@ -123,17 +127,6 @@ def _batch_statistics(statistics: Tensor, columns: list[int], biases: list[Tenso
         means = mean[start:stop]
         batch += [means if bias is None else means + bias, variance[start:stop]]
     return batch
-
-
-def _cumulative_weights(num_batches_tracked: list[Tensor], batch: list[Tensor]) -> list[Tensor]:
-    """1 / num_batches_tracked of each norm, for its mean and its variance: a weight for each channel.
-
-    The weights stay on the device, since reading a number there would wait for it; and each has the size of its
-    statistics, since PyTorch then updates all norms in one launch.
-    """
-    weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()
-    rows = weights[:, None].repeat(1, max(tensor.shape[0] for tensor in batch)).unbind()
-    return [rows[i // 2][: tensor.shape[0]] for i, tensor in enumerate(batch)]
 
 
 torch.library.register_fake("efficient_densenet::update_running_statistics", lambda *arguments: None, lib=LIBRARY)
