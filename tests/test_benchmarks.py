@@ -40,6 +40,7 @@ def _workers_import_the_package_and_settings_are_restored(monkeypatch):
     cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
 
+@pytest.mark.exhaustive
 def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, folder=str(tmp_path))
@@ -120,6 +121,7 @@ def test_a_step_on_the_meta_device_launches_what_one_that_runs_does():
     assert len(launched) > 20
 
 
+@pytest.mark.exhaustive
 def test_the_host_s_time_of_a_step_on_a_gpu(tmp_path, capsys):
     pytest.importorskip("triton", reason="needs Triton")
     import gpu_host

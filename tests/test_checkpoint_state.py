@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checkpoint_outcomes import (
     RUNS,
     assert_network_like_plain,
@@ -24,17 +23,6 @@ from torch.nn.utils import prune
 from efficient_densenet.checkpoint import checkpoint
 
 CHOSEN = {name: RUNS[name] for name in ("a module", "a closure", "CheckpointFunction")}
-
-
-@pytest.mark.parametrize("preserve", [True, False])
-def test_dropout_repeats_its_mask(preserve):
-    x = torch.ones(1000, dtype=torch.double, requires_grad=True)
-    output = checkpoint(lambda x: F.dropout(x, 0.5), x, preserve_rng_state=preserve)
-    torch.rand(3)
-    state = torch.get_rng_state()
-    output.sum().backward()
-    assert torch.equal(x.grad, output.detach()) == preserve
-    assert torch.equal(torch.get_rng_state(), state) == preserve
 
 
 @pytest.mark.parametrize("run", CHOSEN)

@@ -307,6 +307,7 @@ def test_the_process_has_the_paths_of_this_one_and_says_what_it_lacks(tmp_path, 
     assert "no Python interpreter to start" in frozen.failure
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("seconds", "failure"), [(1, "ended with status 1"), (-9, "timed out after 1 seconds")])
 def test_a_test_that_never_ends_is_ended(seconds, failure, monkeypatch):
     """It ends itself or, where it cannot or has not started yet, is ended ten seconds later."""

@@ -1,5 +1,6 @@
 """The choice of an engine: names, copies, what each engine refuses, fallbacks, and what runs without gradients."""
 
+import contextlib
 import copy
 import pickle
 import warnings
@@ -14,7 +15,6 @@ from helpers import (
     assert_same_step,
     backward,
     can_join,
-    plan_stage,
     random_images,
     small_model,
     with_engine,
@@ -24,7 +24,6 @@ from torch import nn
 from efficient_densenet import DenseBlock, DenseLayer
 from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import choose
-from efficient_densenet.engine.stage.spec import decode
 
 
 @pytest.fixture(autouse=True)
@@ -32,89 +31,71 @@ def _nothing_told(monkeypatch):
     monkeypatch.setattr(choose, "_warned", set())
 
 
-@pytest.mark.parametrize(
-    *grid(
-        engine=MEMORY_EFFICIENT,
-        channels=[1, 3],
-        of_input=[torch.contiguous_format, torch.channels_last],
-        of_weights=[torch.contiguous_format, torch.channels_last],
-        bn_size=[0, 4],
-    )
-)
-def test_dropout_draws_plain_s_numbers_in_any_memory_format(engine, channels, of_input, of_weights, bn_size):
-    """Random numbers are drawn in the order of the elements in memory."""
-    plain = DenseBlock(3, channels, 4, bn_size, drop_rate=0.3, efficient=False).double().to(memory_format=of_weights)
-    efficient = copy.deepcopy(plain)
-    efficient.engine = choose.Engine(engine)
-    x = torch.randn(2, channels, 5, 6, dtype=torch.double).to(memory_format=of_input)
-    assert_same_step(efficient, plain, x)
+def _assert_draws_plain_s_numbers(plain: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Random numbers are drawn in the order of the elements in memory; another mask would zero other values.
+
+    Returns the strides of the outputs.
+    """
+    shared, outputs = copy.deepcopy(plain), []
+    shared.engine = choose.Engine.SHARED
+    for model in (shared, plain):
+        torch.manual_seed(1)
+        outputs.append(model(x).detach())
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    return [output.stride() for output in outputs]
 
 
 def _stored_as_hwoi(weight: torch.Tensor) -> torch.Tensor:
     return weight.movedim((0, 1), (-2, -1)).contiguous().movedim((-2, -1), (0, 1))
 
 
-@pytest.mark.parametrize(("threads", "onednn"), [(1, True), (2, True), (2, False)])
-@pytest.mark.parametrize("changed", ["conv1", "conv2", "denselayer1.conv"])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (2, torch.float32), (3, torch.float32)])
-def test_dropout_draws_plain_s_numbers_with_weights_in_any_order(dims, dtype, channels_last, changed, threads, onednn):
+@pytest.mark.parametrize(
+    *grid(
+        dims__dtype=[(2, torch.float64), (2, torch.float32), (3, torch.float32)],
+        channels_last=[False, True],
+        changed=["conv1", "conv2", "denselayer1.conv"],
+        threads__onednn=[(1, True), (2, True), (2, False)],
+    )
+)
+def test_dropout_with_weights_in_any_order(dims, dtype, channels_last, changed, threads, onednn, monkeypatch):
     """PyTorch chooses the memory format of a convolution by threads and settings too."""
     plain = DenseBlock(3, 3, 4, 4, drop_rate=0.3, efficient=False, dims=dims).to(dtype)
     x = torch.randn(2, 3, *[5] * dims, dtype=dtype)
     x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()]) if channels_last else x
-    expected, before = [], (torch.get_num_threads(), torch.backends.mkldnn.enabled)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
     try:
         torch.set_num_threads(threads)
-        torch.backends.mkldnn.enabled = onednn
         for change in (_stored_as_hwoi, lambda weight: weight.contiguous(memory_format=CHANNELS_LAST[x.dim()])):
             for name, parameter in plain.named_parameters():
                 if changed in name:
                     parameter.data = change(parameter.data)
-            shared = copy.deepcopy(plain)
-            shared.engine = choose.Engine.SHARED
-            for model in (plain, shared):
-                torch.manual_seed(1)
-                expected.append(model(x).detach())
-            torch.testing.assert_close(expected.pop(), expected.pop(), rtol=1e-4, atol=1e-4)
+            _assert_draws_plain_s_numbers(plain, x)
     finally:
-        torch.set_num_threads(before[0])
-        torch.backends.mkldnn.enabled = before[1]
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_dropout_draws_plain_s_numbers_after_a_bottleneck_of_one_channel(dims):
+def test_dropout_after_a_bottleneck_of_one_channel(dims):
     """PyTorch's batch norm returns it with contiguous strides."""
     plain = DenseBlock(3, 3, 4, 1, drop_rate=0.3, efficient=False, dims=dims)
     for layer in plain.children():
         for tensor in (layer.conv1.weight, *layer.norm2.parameters(), *layer.norm2.buffers()):
             tensor.data = tensor.data[:1] if tensor.dim() else tensor.data
         layer.conv2.weight.data = layer.conv2.weight.data[:, :1].contiguous()
-    shared = copy.deepcopy(plain)
-    shared.engine = choose.Engine.SHARED
     x = torch.randn(2, 3, *[5] * dims)
-    outputs = []
-    for model in (plain, shared):
-        torch.manual_seed(1)
-        outputs.append(model(x.contiguous(memory_format=CHANNELS_LAST[x.dim()])))
-    torch.testing.assert_close(*outputs)
+    _assert_draws_plain_s_numbers(plain, x.contiguous(memory_format=CHANNELS_LAST[x.dim()]))
 
 
 @pytest.mark.parametrize("part", [(..., slice(2, 8)), (slice(None), slice(6), slice(1, 5)), (..., slice(1))], ids=str)
 @pytest.mark.parametrize(("dims", "dtype"), [(2, torch.float64), (3, torch.float32)])
-def test_a_part_of_a_larger_tensor_has_the_memory_format_of_its_strides(part, dims, dtype):
-    """As a random crop in channels_last has, or a half of the channels."""
+def test_dropout_and_strides_with_a_part_of_a_larger_tensor(part, dims, dtype):
+    """As a random crop in channels_last is, or a half of the channels."""
     x = torch.randn(3, *[6] * dims, 10, dtype=dtype)[part].movedim(-1, 1)
     assert not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
     plain = DenseBlock(2, x.shape[1], 4, 2, drop_rate=0.3, efficient=False, dims=dims).to(dtype)
-    shared = copy.deepcopy(plain)
-    shared.engine = choose.Engine.SHARED
-    torch.manual_seed(1)
-    expected = plain(x)
-    torch.manual_seed(1)
-    output = shared(x)
-    assert output.stride() == expected.stride()
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)  # another mask would zero other values
+    actual, expected = _assert_draws_plain_s_numbers(plain, x)
+    assert actual == expected
 
 
 def test_names_of_engines():
@@ -314,14 +295,14 @@ def test_what_raises_in_plain_raises_alike(shape, edit, message):
 
 
 def test_parametrizations_that_are_cached_or_change_their_state_raise_in_checkpoint():
-    model = small_model("bc", efficient="checkpoint")
-    nn.utils.parametrizations.spectral_norm(model.features.denseblock1.denselayer1.conv1)
-    with pytest.raises(RuntimeError, match="changes its own state when it is run"):
-        model(random_images("bc"))
-    model = small_model("bc", efficient="checkpoint")
-    nn.utils.parametrizations.weight_norm(model.features.denseblock1.denselayer1.conv1)
-    with torch.nn.utils.parametrize.cached(), pytest.raises(RuntimeError, match="being cached"):
-        model(random_images("bc"))
+    for parametrize, context, message in (
+        (nn.utils.parametrizations.spectral_norm, contextlib.nullcontext, "changes its own state when it is run"),
+        (nn.utils.parametrizations.weight_norm, nn.utils.parametrize.cached, "being cached"),
+    ):
+        model = small_model("bc", efficient="checkpoint")
+        parametrize(model.features.denseblock1.denselayer1.conv1)
+        with context(), pytest.raises(RuntimeError, match=message):
+            model(random_images("bc"))
 
 
 @pytest.mark.parametrize("engine", ["plain", *MEMORY_EFFICIENT])
@@ -334,27 +315,16 @@ def test_block_and_layer_without_a_model(engine):
     assert_close(block.denselayer1(features[0]), features[1])
 
 
-def test_numpy_numbers_are_numbers():
-    """Sizes may be NumPy's numbers, as in nn.Conv2d, without an effect on another model of equal sizes."""
-
-    def build(kind):
-        sizes = {"growth_rate": kind(5), "bn_size": kind(3), "num_init_features": kind(7)}
-        model = small_model("imagenet", drop_rate=np.float32(0.25), efficient=False, **sizes)
-        for module in model.modules():
-            if isinstance(module, nn.Conv2d):
-                module.out_channels = kind(module.out_channels)
-                module.stride, module.padding = (tuple(map(kind, pair)) for pair in (module.stride, module.padding))
-            elif isinstance(module, nn.BatchNorm2d):
-                module.eps = kind(1)
-        return model
-
-    for kind in (np.int64, int):
-        plain = build(kind)
-        assert_same_step(with_engine(plain, "shared"), plain, random_images("imagenet"))
-        block = plain.features.denseblock1
-        x = torch.randn(2, block.denselayer1.norm1.num_features, 3, 3, dtype=torch.double)
-        spec = plan_stage(block, None, x).spec
-        assert decode(spec.encoded) == spec  # as compilers take it
+def test_sizes_may_be_numpy_s_numbers_as_in_modules_of_pytorch():
+    sizes = {"growth_rate": np.int64(5), "bn_size": np.int64(3), "num_init_features": np.int64(7)}
+    plain = small_model("imagenet", drop_rate=np.float32(0.25), efficient=False, **sizes)
+    for module in plain.modules():
+        if isinstance(module, nn.Conv2d):
+            module.out_channels = np.int64(module.out_channels)
+            module.stride, module.padding = (tuple(map(np.int64, pair)) for pair in (module.stride, module.padding))
+        elif isinstance(module, nn.BatchNorm2d):
+            module.eps = np.int64(1)
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("imagenet"))
 
 
 def test_inputs_of_other_kinds_are_refused():

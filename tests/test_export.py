@@ -64,6 +64,7 @@ def test_export_with_any_batch_size(engine, strict, training, dims):
         assert not any("efficient_densenet" in str(node.target) for node in exported.graph.nodes)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_export_of_a_trained_model_matches_plain():
     """A trained model is exported without changes."""
@@ -97,7 +98,7 @@ def test_fx_trace_matches_the_model(engine, family):
     assert targets == leaves  # every leaf module is called under its own name
 
 
-@pytest.mark.parametrize("maps", MAPS)
+@pytest.mark.parametrize("maps", [MAPS[0], *(pytest.param(maps, marks=pytest.mark.exhaustive) for maps in MAPS[1:])])
 def test_a_backbone_and_a_block_are_traced_and_exported(maps):
     backbone, x = features(small_model("bc", efficient="shared"), maps=maps).eval(), random_images("bc", batch=3)
     shapes = ({0: torch.export.Dim("batch", min=1, max=64)},)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 from frozen_norms import CLASSES, Buffers, ConstantInForward, TorchvisionNorm, named, replace_norms
-from helpers import assert_same_step, can_join, convert_and_report, nodes_of, small_model
+from helpers import assert_same_step, can_join, convert_and_report, nodes_of, random_images, small_model, with_engine
 from torch import Tensor, nn
 
 from efficient_densenet.engine import choose
@@ -34,6 +34,8 @@ def test_classes_that_are_frozen_norms(cls):
     assert is_frozen_batch_norm(norm)
     assert is_norm(norm)
     assert eps_of(norm) == {"constant in forward": 1e-3, "without eps": 0.0}.get(cls, 1e-5)
+    plain = replace_norms(small_model("bc", efficient=False), CLASSES[cls])
+    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
 
 
 def test_classes_that_are_not():

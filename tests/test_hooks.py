@@ -179,25 +179,6 @@ def test_hooks_of_parameters_stay_where_saved_tensors_have_hooks(hooks):
     assert_all_close(*grads)
 
 
-def test_training_step_within_forward_and_backward_hooks():
-    """A hook of one model runs a forward and a backward of another."""
-    plain, other = small_model("bc", efficient=False), small_model("bc", efficient=False)
-    x, steps = random_images("bc", 2), []
-    for engine in ("shared", "plain"):
-        model, inner = with_engine(plain, engine), with_engine(other, engine)
-        nested = lambda *_, inner=inner: inner(x).square().sum().backward()  # noqa: E731
-        model.features.denseblock2.register_forward_hook(nested)
-        torch.manual_seed(2)
-        loss = model(random_images("bc")).square().sum()
-        handle = model.features.transition2.register_full_backward_hook(nested)
-        loss.backward()
-        handle.remove()
-        steps.append((model, inner))
-    for actual, expected in zip(*steps, strict=True):
-        assert_same_gradients(actual, expected)
-        assert_same_buffers(actual, expected)
-
-
 def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):
     monkeypatch.setattr(choose, "_warned", set())
     model = small_model("bc", efficient=True)

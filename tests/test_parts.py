@@ -10,14 +10,12 @@ from helpers import (
     MEMORY_EFFICIENT,
     add_conv_biases,
     assert_all_close,
-    assert_close,
     assert_same_buffers,
     assert_same_gradients,
     assert_same_step,
     assert_same_values,
     can_join,
     plan_stage,
-    run_with_features,
     use_kernels,
 )
 from torch import Tensor, nn
@@ -246,15 +244,6 @@ def test_a_dense_block_of_this_package_that_returns_its_new_features(engine, bn_
     x = torch.randn(2, 5, 6, 7, dtype=torch.double)
     assert_same_step(efficient, plain, x)
     assert_same_values(plain, lambda x: whole(x)[:, -12:], x)
-
-
-def test_a_norm_of_new_features_alone_is_called_after_their_block():
-    block, norm = DenseBlock(2, 5, 3, efficient="shared", new_features_only=True).double(), nn.BatchNorm2d(6).double()
-    x = torch.randn(2, 5, 6, 7, dtype=torch.double)
-    assert not can_join(block, norm, x)
-    normalized, features = run_with_features(block, norm, x)
-    assert_close(features, block(x))
-    assert normalized.shape == features.shape
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import hashlib
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,29 +87,6 @@ def test_images_of_other_shapes_and_channels():
     for wrong in (torch.zeros(3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)):
         with pytest.raises(ValueError, match=r"found an image of shape .*but these weights need uint8 with 3 channels"):
             transforms(wrong)
-
-
-def _saved(path: Path, image: Image.Image, **options) -> Path:
-    image.save(path, **options)
-    return path
-
-
-def test_images_of_any_file_are_prepared_as_the_demos_do(tmp_path):
-    transforms = ImageTransform(24, (0.0,) * 3, (1.0,) * 3)
-    ramp = torch.linspace(0, 255, 24 * 24).round().view(24, 24).numpy()
-    gray, exif = Image.fromarray(ramp.astype("uint8")), Image.Exif()
-    exif[0x112] = 6  # rotated by 90 degrees
-    paths = [
-        _saved(tmp_path / "turned.png", gray, exif=exif),
-        _saved(tmp_path / "deep.png", Image.fromarray((ramp * 257).astype("uint16"))),
-        _saved(tmp_path / "palette.png", gray.convert("P"), transparency=bytes([0, 255] * 128)),
-    ]
-    for path in paths:
-        with Image.open(path) as image:
-            is_deep = path.stem == "deep"
-            assert torch.equal(transforms(image), decode(path, 24, value_range=(0, 65535) if is_deep else None).float())
-    with pytest.raises(ValueError, match="its pixels are of mode F, whose white level is not known: convert them"):
-        transforms(Image.fromarray(ramp))
 
 
 def test_another_classifier_and_more_channels():
