@@ -116,7 +116,12 @@ def test_refusals(given, context, message, monkeypatch):
 
 @pytest.mark.parametrize(
     ("given", "chosen"),
-    [({}, True), ({"cuda_graph": False}, False), ({"compile": True}, False), ({"memory": "8MiB"}, False)],
+    [
+        ({}, True),
+        pytest.param({"cuda_graph": False}, False, marks=pytest.mark.exhaustive),
+        pytest.param({"compile": True}, False, marks=pytest.mark.exhaustive),
+        ({"memory": "8MiB"}, False),
+    ],
 )
 def test_a_run_that_can_be_a_graph_is_one_and_says_so(given, chosen, tmp_path, monkeypatch, capsys):
     """Micro-batches that fit a budget of memory come first."""

@@ -59,9 +59,8 @@ def _find_failure(dtype: torch.dtype = torch.float32, activation: str = "relu") 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # by the interpreter's NumPy
 @pytest.mark.usefixtures("few_sizes")
-@pytest.mark.parametrize(
-    "activation", [pytest.param(name, marks=[] if name == "relu" else pytest.mark.exhaustive) for name in TABLE]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("activation", TABLE)
 def test_every_kernel_is_compared_with_every_activation(activation, monkeypatch):
     launched, original = set(), launch.launch
 

@@ -110,7 +110,7 @@ STAND_INS = {
 
 
 def slow(page: str) -> Any:
-    takes_long = page in ("docs/detection.md", "docs/recipes.md", "docs/your-model.md")
+    takes_long = page in [f"docs/{each}.md" for each in ("detection", "memory", "recipes", "your-model")]
     return pytest.param(page, marks=pytest.mark.exhaustive) if takes_long else page
 
 

@@ -189,6 +189,7 @@ WITH_BIASES = "float32", "bfloat16", "autocast bfloat16"
         frozen=[None, "", "class"],
         dims=[1, 2, 3],
         activation=["relu", "silu", "hardtanh"],
+        strength=1,
     )
 )
 def test_the_error_in_low_precision_is_at_most_twice_that_of_plain(family, precision, biases, frozen, dims, activation):

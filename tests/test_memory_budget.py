@@ -80,7 +80,9 @@ def _measured_peak(model: nn.Module, shape: tuple[int, ...]) -> int:
     return tensor_peak(step)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["bc", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name != "bc")]
+)
 def test_budgets_are_kept(name):
     make, shape = MODELS[name]
     model = make()
@@ -221,7 +223,7 @@ def test_a_budget_where_a_forward_is_not_a_training_step():
         model(x).sum().backward()
 
 
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [None, pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_an_impossible_budget_says_what_is_possible(precision):
     model, shape = DenseNet(12, (4, 4)), (64, 3, 32, 32)
     smallest = Planner(MetaModel(model, precision=precision), shape).smallest

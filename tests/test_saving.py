@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torchvision
+from grids import grid
 from helpers import assert_same_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,8 +39,7 @@ def _recomputing(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kernels", ["", "portable"])
-@pytest.mark.parametrize("make", [_ours, _converted])
+@pytest.mark.parametrize(*grid(kernels=["", "portable"], make=[_ours, _converted], strength=1))
 def test_the_peak_is_that_of_recomputing_and_steps_are_plain_s(make, kernels, monkeypatch):
     if kernels:
         monkeypatch.setattr("efficient_densenet.kernels.numba_supports", lambda values: False)
@@ -62,14 +62,16 @@ def _predicted(model: nn.Module, shape: tuple[int, ...], device: str) -> int:
     return MetaModel(model, device=device).training_step(shape).tensor_peak
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    ("settings", "shape"),
-    [
-        ((12, (16, 16, 16), 0.5, 24), (64, 3, 32, 32)),
-        ((12, (4, 10, 20), 0.9, 24), (8, 3, 32, 32)),
-        ((4, (2, 30), 1.0, 60), (2, 3, 30, 20)),
-    ],
+    *grid(
+        device=["cpu", "cuda"],
+        settings__shape=[
+            ((12, (16, 16, 16), 0.5, 24), (64, 3, 32, 32)),
+            ((12, (4, 10, 20), 0.9, 24), (8, 3, 32, 32)),
+            ((4, (2, 30), 1.0, 60), (2, 3, 30, 20)),
+        ],
+        strength=1,
+    )
 )
 def test_no_predicted_peak_grows(settings, shape, device):
     by_default, none = (DenseNet(*settings, keep_bottleneck=keep) for keep in (None, False))

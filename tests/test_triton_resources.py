@@ -87,6 +87,7 @@ def _shared_memory(kernel: str, case, arch: int) -> int:
     return min(limit, tiles.backward_tile(width, products, LIMITS[arch]).backward_shared_memory(products))
 
 
+@pytest.mark.exhaustive
 def test_the_most_common_kernels(check):
     kinds = _conv1x1("densenet161", "tf32"), _conv3x3("densenet121", "tf32"), _stem("tf32", torch.channels_last)
     found = check(86, "tf32", *kinds)
