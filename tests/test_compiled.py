@@ -93,11 +93,10 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "U-Net": lambda: FCDenseNet(3, (1, 2, 1), num_init_features=4, num_classes=2, efficient=False).double(),
     **{f"backbone, {maps}": lambda maps=maps: features(small_model("bc", efficient=False), maps=maps) for maps in MAPS},
 }
-QUICK = "imagenet", "partly frozen", "volumes with biases, dropout and kept bottlenecks"
 
 
 def _cases(names: Any) -> list:
-    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.exhaustive) for name in names]
+    return [pytest.param(name, marks=() if name == "imagenet" else pytest.mark.exhaustive) for name in names]
 
 
 def _images_for(case: str) -> Tensor:
@@ -158,6 +157,7 @@ def test_sizes_modes_engines_and_settings_changed_after_compiling_are_noticed():
     assert_same_buffers(ours, plain)
 
 
+@pytest.mark.exhaustive
 def test_without_gradients_under_autocast_and_a_hook_on_all_modules():
     plain = small_model("bc", efficient=False, block_config=(1,)).float()
     ours, x, seen = with_engine(plain, True), random_images("bc").float(), []

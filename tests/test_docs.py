@@ -110,7 +110,8 @@ STAND_INS = {
 
 
 def slow(page: str) -> Any:
-    takes_long = page in [f"docs/{each}.md" for each in ("detection", "memory", "recipes", "your-model")]
+    pages = "backbones-and-weights", "detection", "how-it-works", "memory", "recipes", "your-model"
+    takes_long = page in [f"docs/{each}.md" for each in pages]
     return pytest.param(page, marks=pytest.mark.exhaustive) if takes_long else page
 
 

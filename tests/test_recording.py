@@ -163,8 +163,7 @@ def test_a_replay_equals_the_direct_run(family, dtype, variant, memory_format, a
     assert_replayed(model, *images, step=step)
 
 
-@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
-@pytest.mark.parametrize("dims", [1, 3])
+@pytest.mark.parametrize(*grid(kernel_set=["Numba", "portable"], dims=[1, 3], strength=1))
 def test_signals_and_volumes(dims, kernel_set, monkeypatch):
     use(kernel_set, monkeypatch)
     model = small_model("imagenet", efficient="shared", dims=dims).float()
@@ -177,7 +176,7 @@ def _flags_in_each_order(rng: random.Random) -> list[bool]:
     return [first] * 3 + [not first] * 3 + [rng.random() < 0.5 for _ in range(3)]
 
 
-@pytest.mark.parametrize("kernel_set", ["Numba", "portable"])
+@pytest.mark.parametrize("kernel_set", ["Numba", pytest.param("portable", marks=pytest.mark.exhaustive)])
 def test_a_flag_may_change_the_memory_format_of_an_operation(kernel_set, monkeypatch):
     use(kernel_set, monkeypatch)
     compare_histories_of_flags(seed=3, dims=3, dtype=torch.float32, families=["imagenet"])

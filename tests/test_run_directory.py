@@ -170,7 +170,7 @@ def test_other_classes_are_never_accepted(copied):
 
 
 def test_resume_begins_no_run_and_auto_begins_or_resumes(tmp_path):
-    words = (*RUN, "--n_epochs", "1")
+    words = (*RUN, "--n_epochs", "1", "--valid_size", "1200")
     done = demo("cp_demo.py", *words, "--resume", cwd=tmp_path)
     refused(done, "found --resume, but run contains no run to resume: name the run with --save, or leave --resume out")
     assert list(tmp_path.iterdir()) == []
