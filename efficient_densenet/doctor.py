@@ -71,18 +71,17 @@ def _triton(compare: bool) -> Iterator[str]:
             results = pool.map(find, *zip(*kinds, strict=True)) if mode == "check" else [None] * len(kinds)
             for (dtype, precision), result in zip(kinds, results, strict=True):
                 name = str(dtype).removeprefix("torch.") + (f", {precision}" if dtype is torch.float32 else "")
-                yield f"  {name}: {_kernels(mode, result)}"
-
-
-def _kernels(mode: str, result: device_self_test.Result | None) -> str:
-    if mode != "check":
-        return "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
-    if result is None:
-        return "Triton, if they pass the self-test: the first step tests, as does --compare"
-    if result.passed:
-        return "; ".join(filter(None, ["Triton, tested", result.times()]))
-    cause = "of the Triton kernels" if result.certain else "the Triton kernels could not be tested:"
-    return f"PyTorch's operations, since {cause} {'; '.join(filter(None, [result.failure, result.times()]))}"
+                if mode != "check":
+                    found = "Triton, unchecked" if mode == "trust" else "PyTorch's operations"
+                elif result is None:
+                    found = "Triton, if they pass the self-test: the first step tests, as does --compare"
+                elif result.passed:
+                    found = "; ".join(filter(None, ["Triton, tested", result.times()]))
+                else:
+                    cause = "of the Triton kernels" if result.certain else "the Triton kernels could not be tested:"
+                    failure = "; ".join(filter(None, [result.failure, result.times()]))
+                    found = f"PyTorch's operations, since {cause} {failure}"
+                yield f"  {name}: {found}"
 
 
 def warm_up() -> str:

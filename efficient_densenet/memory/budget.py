@@ -165,7 +165,8 @@ class Planner:
             (images, *sides), needed = self.input_shape, at_least(self.smallest)
             fitting = batch_that_fits(self.traced, sides, budget, images)
             fewer = f", or at most {fitting} image{'s' if fitting > 1 else ''}" if fitting else ""
-            lower = ", or try precision='bf16'" if self.traced.dtype is None else ""
+            is_full = self.traced.dtype is None and self.traced.own_dtype is torch.float32
+            lower = ", or try precision='bf16'" if is_full else ""
             raise ValueError(
                 f"found a memory budget of {format_bytes(budget)}, but a step of {images} images of "
                 f"{'×'.join(map(str, sides))} needs {needed}: give at least {needed}{fewer}{lower}"

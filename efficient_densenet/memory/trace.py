@@ -87,25 +87,21 @@ class MemoryMode(TorchDispatchMode):
         output = _in_device_format(func.overloadpacket, args, output)
         self.has_run(func, args, kwargs, output)
         for tensor in tensors_of(output):
-            self._add(tensor)
+            is_on_device = tensor.is_meta or (tensor.is_cpu and self.device_type == "cpu")
+            if not is_on_device or (address := memory_key(tensor)) in self.known:
+                continue
+            storage = tensor.untyped_storage()
+            size, part = storage.nbytes(), None if self.is_backward else self.part
+            if self.device_type == "cuda":
+                size = -(-size // CUDA_ALLOCATION) * CUDA_ALLOCATION
+            self.known.add(address)
+            self.current += size
+            if part is not None:
+                self.saved_by_part[part] = self.saved_by_part.get(part, 0) + size
+            weakref.finalize(storage, self._remove, address, size, part).atexit = False
         temporary = _temporary_bytes(func.overloadpacket, args, output) if self.device_type == "cpu" else 0
         self.peaks[self.part] = max(self.peaks.get(self.part, 0), self.current + temporary)
         return output
-
-    def _add(self, tensor: Tensor) -> None:
-        if not (tensor.is_meta or (tensor.is_cpu and self.device_type == "cpu")):
-            return
-        storage, address = tensor.untyped_storage(), memory_key(tensor)
-        if address in self.known:
-            return
-        size = storage.nbytes()
-        if self.device_type == "cuda":
-            size = -(-size // CUDA_ALLOCATION) * CUDA_ALLOCATION
-        self.known.add(address)
-        self.current += size
-        if not self.is_backward:
-            self.saved_by_part[self.part] = self.saved_by_part.get(self.part, 0) + size
-        weakref.finalize(storage, self._remove, address, size, None if self.is_backward else self.part).atexit = False
 
     def _remove(self, address: int, size: int, part: str | None) -> None:
         self.known.discard(address)

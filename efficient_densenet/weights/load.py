@@ -79,9 +79,12 @@ def load_weights(
     new, adapted, mismatched, unusual = {}, [], [], []
     for name in common:
         key, old = theirs[name], state[ours[name]]
-        if _is_unusual(loaded[key], old):
-            unusual.append(key)
-            continue
+        value = loaded[key]
+        if isinstance(value, Tensor):  # can it be copied into the model's, whatever its shape?
+            is_dense = value.layout is torch.strided and not value.is_nested
+            if not is_dense or value.is_quantized or value.is_complex() or (value.is_meta and not old.is_meta):
+                unusual.append(key)
+                continue
         tensor = _in_torch_layout(key, loaded[key])
         shape = list(_shape(tensor) or ())
         if name == _FIRST_CONV and adapt_input and len(shape) == old.dim() and shape[1] != old.shape[1]:
@@ -128,14 +131,6 @@ def model_arguments(source: Source) -> dict[str, int]:
             if len(shape) > 1:  # else `load_weights` refuses it
                 found |= {"in_channels": shape[1]} if name == _FIRST_CONV else {"num_classes": shape[0]}
     return found
-
-
-def _is_unusual(value: Any, old: Tensor) -> bool:
-    """Whether a tensor cannot be copied into the model's `old` one, whatever its shape."""
-    if not isinstance(value, Tensor):
-        return False
-    is_dense = value.layout is torch.strided and not value.is_nested
-    return not is_dense or value.is_quantized or value.is_complex() or (value.is_meta and not old.is_meta)
 
 
 def _in_torch_layout(key: str, value: Any) -> Any:

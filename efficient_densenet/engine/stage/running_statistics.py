@@ -105,7 +105,12 @@ def _update(
         return
     if num_batches_tracked:
         foreach_add_(num_batches_tracked, 1)
-    batch, dtype = _batch_statistics(statistics, columns, biases), statistics.dtype
+    mean, variance, *_ = statistics.unbind()
+    batch: list[Tensor] = []
+    dtype = statistics.dtype
+    for start, stop, bias in zip(columns[::2], columns[1::2], biases, strict=True):
+        means = mean[start:stop]
+        batch += [means if bias is None else means + bias, variance[start:stop]]
     weight: Any = momentum
     if momentum is None:  # 1 / num_batches_tracked, a weight for each channel, with which all norms are one launch
         weights = torch.stack(num_batches_tracked).to(batch[0].dtype).reciprocal()  # reading numbers would wait
@@ -117,16 +122,6 @@ def _update(
     for tensor, value in zip(running, updated, strict=True):
         if tensor is not value:
             tensor.copy_(value)
-
-
-def _batch_statistics(statistics: Tensor, columns: list[int], biases: list[Tensor | None]) -> list[Tensor]:
-    """The mean and the unbiased variance of each norm."""
-    mean, variance, *_ = statistics.unbind()
-    batch = []
-    for start, stop, bias in zip(columns[::2], columns[1::2], biases, strict=True):
-        means = mean[start:stop]
-        batch += [means if bias is None else means + bias, variance[start:stop]]
-    return batch
 
 
 torch.library.register_fake("efficient_densenet::update_running_statistics", lambda *arguments: None, lib=LIBRARY)
