@@ -2,6 +2,8 @@
 
 import collections
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -173,6 +175,39 @@ def test_a_block_whose_forward_has_side_effects_is_left_alone_and_reported(kind)
     assert vars(block).keys() - {"_conversion_report"} == vars(plain).keys()
     assert_same_training(block, plain, X)
     _skips.clear()
+
+
+class _Slots:
+    __slots__ = ("size",)
+
+
+_object, _slots = SimpleNamespace(), _Slots()
+_size, _slots.size = None, None
+
+
+def _blocks_that_keep_a_size() -> tuple[nn.Module, nn.Module, Callable[[], int | None]]:
+    """A block that keeps a size in every place when it first needs it, one of a subclass, and what the closure has."""
+    in_closure: int | None = None
+
+    class KeepsASize(Block):
+        size: ClassVar[int | None] = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            global _size
+            nonlocal in_closure
+            if in_closure is None:
+                _size = in_closure = _slots.size = _object.size = KeepsASize.size = _add.size = x.shape[2]
+            return super().forward(x * in_closure)
+
+    return KeepsASize(tiramisu), nn.Sequential(KeepsASize(tiramisu)), lambda: in_closure
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_a_size_that_a_forward_keeps_is_none_of_a_trace(kind):
+    *blocks, in_closure = _blocks_that_keep_a_size()
+    assert not convert_and_report(blocks[kind])
+    assert [in_closure(), type(blocks[0]).size, _size, _slots.size] == [None] * 4
+    assert "size" not in vars(_object) | vars(_add)
 
 
 class KeepsWhatItPools(FunctionalTransition):

@@ -9,7 +9,7 @@ import builtins
 import sys
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from functools import cache, cached_property, partial
@@ -19,6 +19,7 @@ from numbers import Number
 from operator import is_
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -125,7 +126,8 @@ class Snapshot:
         return _first_change(self._walk.values, _Walk(self._module, self._walk.names, by_identity=True).values)
 
     def put_back(self) -> None:
-        """Give the collections their contents back."""
+        """Give the collections their contents back, and objects, classes, functions and variables their values: a
+        forward that makes a value when it first needs it must not find one that was made of a trace's input."""
         for each, before in self._contents:
             now = _contents(each)
             if len(now) != len(before) or not all(map(is_, now, before)):
@@ -134,6 +136,24 @@ class Snapshot:
                     each.update(zip(before[: len(before) // 2], before[len(before) // 2 :], strict=True))
                 else:
                     (getattr(each, "extend", None) or each.update)(before)
+        for owner, before in self._walk.owners:
+            now = _held_by(owner)
+            for name in (name for name, value in before.items() if now.get(name, _MISSING) is not value):
+                is_new, value = before[name] is _MISSING, before[name]
+                if isinstance(owner, dict):
+                    owner.pop(name) if is_new else owner.update({name: value})
+                else:  # not setattr, which a frozen dataclass refuses
+                    kind = type if isinstance(owner, type) else object
+                    kind.__delattr__(owner, name) if is_new else kind.__setattr__(owner, name, value)
+
+
+def _held_by(owner: Any) -> Mapping[str, Any]:
+    """The attributes of an object or a class, the contents of a cell, or the variables of a module of Python."""
+    if isinstance(owner, (dict, CellType)):
+        return owner if isinstance(owner, dict) else {"cell_contents": owner.cell_contents}
+    slots = (name for cls in _authors(type(owner)) for name in vars(cls).get("__slots__", ()))
+    held = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+    return getattr(owner, "__dict__", {}) if not held else {**getattr(owner, "__dict__", {}), **held}
 
 
 def _contents(collection: Any) -> list[Any]:
@@ -177,6 +197,7 @@ class _Walk:
         names, values, objects, unknown, asks: as in `Guard`.
         codes: the code of the functions, and of those inside.
         collections: the lists, sets and dicts that functions may write to, each with a description.
+        owners: all else that they may write to, each with the values of what they name.
     """
 
     def __init__(
@@ -194,6 +215,7 @@ class _Walk:
         self.objects: list[tuple[int, str]] = []
         self.codes: set[CodeType] = set()
         self.collections: list[tuple[str, Any]] = []
+        self.owners: list[tuple[Any, dict[str, Any]]] = []
         self.unknown: str | None = None
         self.asks: str | None = None
         self._pending: list[Any] = []  # classes, modules of Python and functions, each once
@@ -223,6 +245,11 @@ class _Walk:
             if id(each) not in self._seen:
                 self._seen[id(each)] = f"{getattr(each, '__module__', None)}.{_name_of(each)}", each
                 self._pending.append(each)
+
+    def _see_values(self, owner: Any, names: Iterable[str]) -> None:
+        if self._by_identity:
+            held = _held_by(owner)
+            self.owners.append((owner, {each: held.get(each, _MISSING) for each in names}))
 
     def _named(self, held: Any) -> list[str]:
         """The names of those that a function may read, of the names that are held."""
@@ -258,6 +285,7 @@ class _Walk:
     def _see_owner(self, owner: Any) -> None:
         """See the named attributes of a class, a module of Python or a function, and all that a function names."""
         held, name = vars(owner), _name_of(owner)
+        self._see_values(owner, self.names)
         where = f"of a {name}" if isinstance(owner, type) else f"of {name}"
         for each in self._named(held.keys()) if held else ():
             if each in self.names or not each.startswith("__"):
@@ -266,11 +294,13 @@ class _Walk:
             return
         code, variables = owner.__code__, owner.__globals__
         self.codes |= set(_codes_in(code))
+        self._see_values(variables, _names_in(code))
         found = {each: variables.get(each, vars(builtins).get(each, _MISSING)) for each in _names_in(code)}
         found = {each: value for each, value in found.items() if value is not _MISSING}
         for each, cell in zip(code.co_freevars, owner.__closure__ or (), strict=True):
             with suppress(ValueError):  # not set yet
                 found[each] = cell.cell_contents
+                self._see_values(cell, ("cell_contents",))
         found |= {"a default": (owner.__defaults__, owner.__kwdefaults__)}
         self.values.append(("the code", where, digest_of(code)))
         for each in sorted(found):
@@ -310,10 +340,8 @@ class _Walk:
             names = next(names for cls, names in _INSIDE.items() if isinstance(value, cls))
             inside = {name: getattr(value, name) for name in names}
         elif (_authors(kind) and not issubclass(kind, type)) or kind in (SimpleNamespace, Namespace):
-            slots = (name for cls in _authors(kind) for name in vars(cls).get("__slots__", ()))
-            held = getattr(value, "__dict__", {}) | {
-                each: getattr(value, each) for each in slots if hasattr(value, each)
-            }
+            held = _held_by(value)
+            self._see_values(value, self.names)
             inside = {name: held[name] for name in self._named(held.keys())}
         else:
             self._refuse(f"reads {what}, a {kind.__name__}, whose changes would go unnoticed")
