@@ -21,7 +21,7 @@ from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import state, state_with, with_attributes
 from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import UpdatesOnce, update_once
-from .hooks import hooks_by_run
+from .hooks import hooks_by_run, watching
 
 ALREADY_OFFLOADED = "cpu", "meta"
 """The types of devices whose tensors are saved as they are: copies would miss changes in place."""
@@ -112,7 +112,7 @@ def checkpoint_call(
         nonlocal parameters
         args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
         if parameters is None:
-            with state_with(in_forward=True, is_selective=is_selective), with_attributes(hooks):
+            with state_with(in_forward=True, is_selective=is_selective), watching(hooks):
                 result = function(*args, **kwargs)
             parameters = [module._parameters.copy() for module in modules]
             return result

@@ -3,10 +3,10 @@ value, change a tensor among their arguments or an attribute of their module, as
 number fire in the recomputation too."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,40 @@ Hooks = dict[nn.Module, dict[str, OrderedDict[int, Callable]]]
 """The forward hooks of modules, by the attributes that hold them."""
 
 
-def hooks_by_run(modules: Iterable[nn.Module]) -> tuple[Hooks, Hooks]:
+class Watched(NamedTuple):
+    """A hook at a key of a module's hooks, and what watches it during a forward."""
+
+    hooks: OrderedDict[int, Callable]
+    key: int
+    hook: Callable
+    watch: Callable
+
+
+def hooks_by_run(modules: Iterable[nn.Module]) -> tuple[list[Watched], Hooks]:
     """The hooks of modules for a forward, and those for its recomputation, which the forward fills."""
-    forward, again = Hooks(), Hooks()
+    forward, again = list[Watched](), Hooks()
     for module in modules:
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = getattr(module, name)
             if hooks:
                 needed = again.setdefault(module, {})[name] = OrderedDict[int, Callable]()
-                watched = ((key, partial(_watch, hook, key, needed)) for key, hook in hooks.items())
-                forward.setdefault(module, {})[name] = OrderedDict(watched)
+                forward += [
+                    Watched(hooks, key, each, partial(_watch, each, key, needed)) for key, each in hooks.items()
+                ]
     return forward, again
+
+
+@contextmanager
+def watching(watched: Sequence[Watched]) -> Iterator[None]:
+    """Watch hooks in their places: one that removes itself is removed, and one that is added stays."""
+    for each in watched:
+        each.hooks[each.key] = each.watch
+    try:
+        yield
+    finally:
+        for each in watched:
+            if each.hooks.get(each.key) is each.watch:
+                each.hooks[each.key] = each.hook
 
 
 def _watch(hook: Callable, key: int, again: OrderedDict[int, Callable], module: nn.Module, *args: Any) -> Any:
