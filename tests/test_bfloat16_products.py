@@ -1,6 +1,5 @@
 """The GEMMs, in float32, float64 and of bfloat16 pairs, by AVX512-BF16 and by AMX, and which one a processor gets."""
 
-import ctypes
 import functools
 import itertools
 import math
@@ -19,8 +18,8 @@ from efficient_densenet.kernels.numba_cpu.host import openmp
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-amx, gemm, gemm_amx, memory, micro_kernel, processor, products = kernel_modules(
-    "numba_cpu", "amx", "gemm", "gemm_amx", "memory", "micro_kernel", "processor", "products"
+amx, gemm, gemm_amx, memory, micro_kernel, processor, launch = kernel_modules(
+    "numba_cpu", "amx", "gemm", "gemm_amx", "memory", "micro_kernel", "processor", "launch"
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
@@ -32,7 +31,7 @@ def _compiled(name: str):
     if name == "avx512_bf16":
         product = gemm.make_gemm(avx512=True, pairs=True)
     else:
-        has_amx = processor.has("amx") and products.permitted()
+        has_amx = processor.has("amx") and launch.permits_amx()
         product = gemm_amx.make_gemm(amx if has_amx else amx_model.TILES)
     return numba.njit(lambda *arguments: product(*arguments))
 
@@ -125,7 +124,7 @@ def features(monkeypatch):
         monkeypatch.setattr(processor, "_found", lambda: set(names))
 
     monkeypatch.delenv(processor.VARIABLE, raising=False)
-    cached = products.product_of, products.usable, processor._left_out
+    cached = launch.product_of, processor._left_out
     for each in cached:
         each.cache_clear()
     yield set_features
@@ -152,20 +151,19 @@ AVX512, AMX = ("avx512f", "avx512bf16"), ("amx-tile", "amx-bf16")
 def test_the_fastest_product_that_the_processor_has_and_the_user_wants(monkeypatch, features, found, left_out, name):
     features(*found)
     monkeypatch.setenv(processor.VARIABLE, left_out)
-    monkeypatch.setattr(products, "usable", lambda: True)
-    product = products.product_of(torch.bfloat16)
+    monkeypatch.setattr(launch, "permits_amx", lambda: True)
+    product = launch.product_of(torch.bfloat16)
     assert product.gemm.function.__name__ == name
     assert product.operand is (torch.float32 if name == "gemm" else torch.bfloat16)
     for dtype in (torch.float32, torch.float64):
-        assert products.product_of(dtype) == (dtype, gemm.gemm)
+        assert launch.product_of(dtype) == (dtype, gemm.gemm)
 
 
 PRODUCT = """
 import torch
-from efficient_densenet.kernels.numba_cpu.kernels import gemm
-from efficient_densenet.kernels.numba_cpu.host import products
+from efficient_densenet.kernels.numba_cpu.host import launch
 from efficient_densenet.kernels.numba_cpu.compiler.compilation import compile_kernel
-product = products.product_of(torch.bfloat16)
+product = launch.product_of(torch.bfloat16)
 compile_kernel(product.gemm, torch.float32)
 print(product.gemm.function.__name__)
 """
@@ -185,28 +183,7 @@ def test_an_unknown_feature_is_named(monkeypatch):
         processor.has("avx512")
 
 
-@pytest.mark.parametrize(
-    ("permitted", "is_right", "found"),
-    [(False, True, "does not permit this process its tile registers"), (True, False, "differs from that in float32")],
-)
-def test_amx_that_cannot_be_used_is_said_once(monkeypatch, features, permitted, is_right, found):
+def test_amx_is_not_used_where_linux_does_not_permit_it(monkeypatch, features):
     features(*AVX512, *AMX)
-    monkeypatch.setattr(products, "permitted", lambda: permitted)
-    monkeypatch.setattr(products, "_is_right", lambda: is_right)
-    with pytest.warns(UserWarning, match=f"{found}.*{processor.VARIABLE}=amx"):
-        assert products.product_of(torch.bfloat16).gemm is gemm.gemm
-    products.product_of.cache_clear()
-    assert products.product_of(torch.bfloat16).gemm is gemm.gemm
-
-
-@pytest.mark.parametrize("factor", [1, 1.01])
-def test_the_first_product_is_compared(monkeypatch, factor):
-    """AMX, or a model of it, computes it, under autocast too, which a model may ask for first."""
-
-    def product(m, n, *arguments):
-        _compiled("amx")(m, n, *arguments[:-4], bool(arguments[-4]), *arguments[-3:-1], np.float32(0))
-        torch.from_numpy(np.ctypeslib.as_array((ctypes.c_float * (m * n)).from_address(arguments[-3]))).mul_(factor)
-
-    monkeypatch.setattr(products, "as_function", lambda kernel, dtype: product)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert products._is_right() == (factor == 1)
+    monkeypatch.setattr(launch, "permits_amx", lambda: False)
+    assert launch.product_of(torch.bfloat16) == (torch.float32, gemm.gemm)

@@ -1,7 +1,5 @@
 """Without gradients, blocks run by the shared engine's forward where its kernels are the faster ones."""
 
-import importlib
-
 import pytest
 import torch
 from checkpoint_outcomes import CountingOperations
@@ -19,7 +17,7 @@ from helpers import (
 from third_party_models import build, image_batch, plain_reference
 from torch import Tensor, nn
 
-from efficient_densenet import make_efficient
+from efficient_densenet import kernels, make_efficient
 
 CONTEXTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -71,8 +69,7 @@ def test_converted_models(name):
 def test_where_plain_modules_run(monkeypatch, operand):
     """Plain modules run with another engine or other kernels, and in precisions that the processor cannot multiply."""
     model, x = small_model("bc").float().eval(), random_images("bc").float()
-    products = importlib.import_module("efficient_densenet.kernels.numba_cpu.host.products")
-    monkeypatch.setattr(products, "product_of", lambda dtype: products.Product(operand, None))
+    monkeypatch.setattr(kernels, "numba_multiplies", lambda dtype: dtype is operand)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             assert num_stages(model, x) == (blocks_of("bc") if operand is torch.bfloat16 else 0)

@@ -1,5 +1,6 @@
 """Compiled kernels on disk: whatever happened to the files, the right kernels run, and the next process finds them."""
 
+import ctypes
 import os
 import random
 import shutil
@@ -145,9 +146,18 @@ def test_processes_that_compile_at_once_and_one_is_killed_while_it_writes(cache,
     assert {child.wait() for child in others} <= {0, 1}
     (left,) = cache.glob("*.tmp")
     assert in_child(load) == 1
-    os.utime(left, (time.time() - 7200,) * 2)
-    disk_cache.store("any", b"key", b"content")
-    assert not left.exists()
+    assert left.exists()
+
+
+def test_files_that_nobody_used_for_long_are_removed(cache):
+    keys, long_ago = [b"used", b"old"], (time.time() - disk_cache.KEPT_SECONDS - 9,) * 2
+    for key in keys:
+        disk_cache.store("any", key, b"content")
+        os.utime(disk_cache._file(cache, "any", key), long_ago)
+    assert disk_cache.load("any", b"used") == b"content"
+    disk_cache.store("any", b"another", b"content")
+    assert [disk_cache.load("any", key) is not None for key in keys] == [True, False]
+    assert load()
 
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):
@@ -185,7 +195,8 @@ def scrambling_kernel(factor):
 def scramble(factor, from_disk):
     kernel, result = scrambling_kernel(factor), torch.empty(1)
     assert compilation.is_stored(kernel, torch.float32) == from_disk
-    compilation.as_function(kernel, torch.float32)(result.data_ptr(), 12345, 0.0)
+    signature = ctypes.CFUNCTYPE(None, ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_float)
+    signature(compilation.compile_kernel(kernel, torch.float32))(result.data_ptr(), 12345, 0.0)
     return int(result.item())
 
 

@@ -3,6 +3,7 @@ threads; where they cannot run, the portable ones do."""
 
 import functools
 import importlib.util
+import logging
 import math
 import os
 import subprocess
@@ -33,18 +34,21 @@ from efficient_densenet.memory import tensor_peak
 numba = pytest.importorskip("numba", reason="the kernels are compiled by Numba")
 if not openmp.available():
     pytest.skip("this PyTorch has no GNU OpenMP threads", allow_module_level=True)
-operations, launch, tiling, compile_ahead, memory, vector_math, products, gemm, gemm_amx, processor = kernel_modules(
+operations, launch, tiling, memory, vector_math, gemm, gemm_amx, processor, compilation, numba_kernels = kernel_modules(
     "numba_cpu",
-    *("operations", "launch", "tiling", "compile_ahead", "memory", "vector_math"),
-    *("products", "gemm", "gemm_amx", "processor"),
+    *("operations", "launch", "tiling", "memory", "vector_math"),
+    *("gemm", "gemm_amx", "processor", "compilation", "kernels"),
 )
 import amx_model  # noqa: E402  (it needs Numba)
 
 PRODUCTS = {
-    "widened": products.Product(torch.float32, gemm.gemm),
-    "avx512_bf16": products.Product(torch.bfloat16, gemm.gemm_bfloat16),
-    "amx": products.Product(torch.bfloat16, gemm_amx.gemm_amx),
+    "widened": launch.Product(torch.float32, gemm.gemm),
+    "avx512_bf16": launch.Product(torch.bfloat16, gemm.gemm_bfloat16),
+    "amx": launch.Product(torch.bfloat16, gemm_amx.gemm_amx),
 }
+IN_PORTABLE = "center", "affine_forward", "affine_backward"
+"""Operations that portable computes for this set too."""
+
 ARITHMETIC = ["float32", "float64", *PRODUCTS]
 """The dtype of matrices, which are bfloat16 with each of the products."""
 
@@ -64,7 +68,7 @@ def arithmetic(request, monkeypatch):
     cached = launch.gemm_address_for, launch.address
     for each in cached:
         each.cache_clear()
-    if name == "amx" and not (processor.has("amx") and products.permitted()):
+    if name == "amx" and not (processor.has("amx") and launch.permits_amx()):
         monkeypatch.setattr(launch, "gemm_address_for", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield torch.bfloat16
@@ -108,7 +112,7 @@ def _fill_scratch_with_nan(monkeypatch):
 @pytest.mark.parametrize(
     *sampled(
         lambda operation, arithmetic, **case: (
-            is_case(operation, **case) and (operation, arithmetic) != ("affine_forward", "amx")
+            is_case(operation, **case) and (operation in IN_PORTABLE) <= (arithmetic == "float32")
         ),
         count=1500,
         operation=list(OPERATIONS),
@@ -143,7 +147,7 @@ def test_every_operation_by_amx(operation, size, arithmetic, monkeypatch):
         check(operations, operation, _case(size, arithmetic))
 
 
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "affine_forward"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in IN_PORTABLE])
 @pytest.mark.parametrize("norm_dtype", [torch.float32, torch.bfloat16])
 def test_nothing_in_bfloat16_falls_back_to_portable(operation, norm_dtype, monkeypatch):
     """Neither under autocast nor in a model in bfloat16, whose norms have parameters in bfloat16."""
@@ -242,7 +246,7 @@ def test_fewer_threads_than_requested_may_run(operation, num_threads, monkeypatc
     check(operations, operation, Case((2, 5, 13), 9, 17))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name not in IN_PORTABLE])
 def test_inputs_with_other_strides_are_copied(operation):
     case = Case((2, 5, 7), 9, 16)
     expected = OPERATIONS[operation](operations, case)
@@ -292,14 +296,31 @@ def test_without_a_part_portable_is_used_without_a_warning(missing, monkeypatch)
 
 
 def test_numba_that_compiles_no_bfloat16_runs_the_other_dtypes(monkeypatch):
-    def requests(dtype):
+    def is_stored(kernel, dtype, operand):
         if dtype is torch.bfloat16:
             raise TypeError("no such argument")
-        return {}
+        return True
 
-    monkeypatch.setattr(compile_ahead, "_requests", requests)
+    monkeypatch.setattr(launch, "is_stored", is_stored)
     monkeypatch.setattr(kernels, "_numba_compiles", functools.cache(kernels._numba_compiles.__wrapped__))
     with pytest.warns(UserWarning, match="the kernels for bfloat16 here .no such argument.*slower"):
         assert kernels.kernels_for(torch.empty(4, 4, dtype=torch.bfloat16)) is portable
     assert not kernels.numba_multiplies(torch.bfloat16)
     assert kernels.kernels_for(torch.empty(4, 4)) is operations
+
+
+def test_all_kernels_for_a_dtype_are_compiled_at_its_first_use_with_a_line_that_says_so(monkeypatch, caplog, tmp_path):
+    defined = {each for each in vars(numba_kernels).values() if getattr(each, "pack", None)}
+    assert {*numba_kernels.ALL} == defined
+    smallest = (numba_kernels.batch_norm_grad_input,)
+    compiled, compile_kernel = [], compilation.load_or_compile.__wrapped__
+    monkeypatch.setattr(numba_kernels, "ALL", smallest)
+    monkeypatch.setattr(launch, "product_of", lambda dtype: launch.Product(dtype, numba_kernels.batch_statistics))
+    monkeypatch.setattr(launch, "compile_kernel", lambda *each: compiled.append(each[0]) or compile_kernel(*each))
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    for _ in range(2):
+        assert kernels._numba_compiles.__wrapped__(torch.float32)
+        assert compiled == [numba_kernels.batch_statistics, *smallest]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("compiling kernels for float32")
+    assert (record.name, record.levelno) == ("efficient_densenet", logging.WARNING)  # shown without any configuration

@@ -77,7 +77,7 @@ def numba_multiplies(dtype: torch.dtype) -> bool:
     """Whether the Numba kernels multiply in this dtype without widening it first."""
     if dtype not in NUMBA_DTYPES or not _numba_compiles(dtype):
         return False
-    return importlib.import_module(f"{__name__}.numba_cpu.host.products").product_of(dtype).operand is dtype
+    return importlib.import_module(f"{__name__}.numba_cpu.host.launch").product_of(dtype).operand is dtype
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def _numba_compiles(dtype: torch.dtype) -> bool:
     if importlib.util.find_spec("numba") is None or not openmp.available():
         return False
     try:
-        importlib.import_module(f"{__name__}.numba_cpu.host.compile_ahead").compile_ahead(dtype)
+        importlib.import_module(f"{__name__}.numba_cpu.host.launch").compile_ahead(dtype)
     except Exception as error:  # a Numba release that is too old or too new may fail in any way
         found = f"Numba cannot compile the kernels for {str(dtype).removeprefix('torch.')} here"
         return _warn(f"{found} ({' '.join(str(error).split())[:300]})", ". Numba 0.62 and newer were tried")

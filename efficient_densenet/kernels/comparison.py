@@ -37,13 +37,6 @@ def _activation(name: str) -> ActivationSpec:
     return ActivationSpec(name, *_CONSTANTS.get(name, ()))
 
 
-def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A copy of the memory up to the tensor's last element; `to` would leave out what is between a slice's rows."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = tensor.as_strided([tensor.storage_offset() + last + 1], [1], 0)
-    return memory.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
 class _Arguments:
     device: torch.device | str
     dtype: torch.dtype
@@ -55,8 +48,8 @@ class _Arguments:
         return case
 
     def on(self: AnyCase, device: torch.device | str) -> AnyCase:
-        """A copy of the arguments on another device, where each tensor has the same strides and the same alignment."""
-        case = self._mapped(lambda tensor: _moved(tensor, device))
+        """A copy of the arguments on another device. Slices of matrices may be contiguous there."""
+        case = self._mapped(lambda tensor: tensor.to(device))
         case.device = device
         return case
 
@@ -245,13 +238,15 @@ class StemCase(_Arguments):
         activation: str = "relu",
         pool: MaxPool = _POOL,
         frozen: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
-        values = torch.randint(-3, 4, (2, channels, *size))
-        grad = torch.randint(-4, 5, (2, channels, *pool.pooled_size(size)))
+        self.device = device
+        values = torch.randint(-3, 4, (2, channels, *size), device=device)
+        grad = torch.randint(-4, 5, (2, channels, *pool.pooled_size(size)), device=device)
         self.values, self.grad_output = (
             images.to(dtype).contiguous(memory_format=memory_format) for images in (values, grad)
         )
-        vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]])
+        vectors = torch.tensor([[1.0, -1, 2], [1, 2, -1], [0.5, 1, 2], [0, 1, -2]], device=device)
         self.vectors = vectors.repeat(1, channels)[:, :channels].contiguous()
         self.activation, self.pool, self.frozen = _activation(activation), pool, frozen
 

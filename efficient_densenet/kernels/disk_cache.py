@@ -15,11 +15,10 @@ import time
 import warnings
 from pathlib import Path
 
-FILES_PER_KERNEL = 32
-"""The number of files kept for a kernel, the most recently used: for several dtypes, processors and versions."""
+KEPT_SECONDS = 90 * 24 * 3600
+"""Files that nobody used for this time are removed: those of other versions, and temporary ones of killed processes."""
 
 _CHECKSUM_BYTES = hashlib.sha256().digest_size
-_ABANDONED_AFTER = 3600  # seconds: longer than any process writes a temporary file
 
 
 def load(name: str, key: bytes) -> bytes | None:
@@ -46,7 +45,9 @@ def store(name: str, key: bytes, content: bytes) -> None:
     if private is not None:
         with contextlib.suppress(OSError):
             _replace(_file(private, name, key), _checksum(key, content) + content)
-            _remove_old_files(private, name)
+            for file in private.iterdir():
+                if file.stat().st_mtime < time.time() - KEPT_SECONDS:
+                    file.unlink(missing_ok=True)
 
 
 def directory() -> Path | None:
@@ -109,18 +110,3 @@ def _replace(file: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-
-
-def _remove_old_files(directory: Path, name: str) -> None:
-    """Remove a kernel's least recently used files, and temporary files that killed processes have left."""
-    by_use = sorted(directory.glob(f"{name}-*.kernel"), key=_modified, reverse=True)
-    abandoned = (file for file in directory.glob("*.tmp") if _modified(file) < time.time() - _ABANDONED_AFTER)
-    for file in (*by_use[FILES_PER_KERNEL:], *abandoned):
-        file.unlink(missing_ok=True)
-
-
-def _modified(file: Path) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:  # another process has just removed it
-        return time.time()

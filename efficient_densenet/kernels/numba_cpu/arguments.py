@@ -201,9 +201,7 @@ class GradAccumulatorRecord:
     overwrite: int
 
     @staticmethod
-    def of(
-        accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Within | Tensor | int
-    ) -> Fields:
+    def of(accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Within) -> Fields:
         """`scale` is the norm's scale, which is read for a frozen norm only."""
         grad_scale = scale if norm.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
@@ -272,30 +270,11 @@ class BatchStatisticsArguments:
     statistics: Statistics
 
 
-class CenterArguments:
-    openmp: OpenMP
-    rows: int
-    channels: int
-    values: Matrix
-    mean: Address
-    output: Matrix
-
-
 class BatchNormGradInputArguments:
     openmp: OpenMP
     rows: int
     grad: BatchNormBackwardRecord
     grad_input: Matrix
-
-
-class AffineBackwardArguments:
-    openmp: OpenMP
-    rows: int
-    tile: int
-    grad_output: Matrix
-    values: Matrix
-    accumulator: GradAccumulatorRecord
-    gradients: NormGradients
 
 
 class ConvForwardArguments:

@@ -6,7 +6,6 @@ a kernel is stored as the object file that Numba compiles, with all functions th
 itself: no kernel sees the names in another kernel, whatever process compiled it.
 """
 
-import ctypes
 import functools
 import hashlib
 import importlib.resources
@@ -23,7 +22,6 @@ import torch
 from numba import from_dtype, types
 from numba.core import config
 from numba.core.registry import cpu_target
-from numba.core.typing.ctypes_utils import to_ctypes
 from numba.core.typing.templates import Signature
 
 from ... import activations, disk_cache
@@ -116,12 +114,6 @@ def load_or_compile(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | N
     file = _compile(kernel.function, signature)
     disk_cache.store(name, key, b"\0".join(file))
     return _link(file)
-
-
-def as_function(kernel: Kernel, dtype: torch.dtype) -> Callable[..., None]:
-    """The kernel as a function that Python can call."""
-    arguments: list[Any] = list(map(to_ctypes, _signature(kernel, dtype, None).args))
-    return ctypes.CFUNCTYPE(None, *arguments)(compile_kernel(kernel, dtype))
 
 
 def is_stored(kernel: Kernel, dtype: torch.dtype, operand: torch.dtype | None = None) -> bool:

@@ -1,8 +1,12 @@
-"""Launching a kernel with its record of integers and addresses: all launches go through `launch`."""
+"""Launching a kernel with its record of integers and addresses: all launches go through `launch`. The kernels for a
+dtype are compiled with the product that is the processor's fastest, all before the first of them runs."""
 
+import ctypes
 import functools
+import logging
 import typing
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,9 +15,57 @@ from torch import Tensor
 from ... import launches
 from .. import arguments
 from ..arguments import Fields, Within
-from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel
+from ..compiler.compilation import ARITHMETIC, Kernel, compile_kernel, is_stored, lock
+from ..compiler.processor import has, is_found
+from ..kernels import kernels
+from ..kernels.gemm import gemm, gemm_bfloat16
+from ..kernels.gemm_amx import gemm_amx
 from . import openmp
-from .products import product_of
+
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""The system call of x86-64, its operation `ARCH_REQ_XCOMP_PERM`, and the component of the processor's state."""
+
+
+class Product(NamedTuple):
+    """The dtype of the operands in tiles and packed panels, and the GEMM."""
+
+    operand: torch.dtype
+    gemm: Kernel
+
+
+@functools.cache
+def product_of(dtype: torch.dtype) -> Product:
+    """The product for matrices of this dtype. Sums are in the dtype of the arithmetic.
+
+    Processors with AMX run AVX512-BF16 more slowly than float32 instructions (docs/benchmarks.md), so if Linux does not
+    permit AMX on them, operands are widened to float32.
+    """
+    if dtype is torch.bfloat16 and has("amx") and permits_amx():
+        return Product(torch.bfloat16, gemm_amx)
+    if dtype is torch.bfloat16 and has("avx512_bf16") and not is_found("amx"):
+        return Product(torch.bfloat16, gemm_bfloat16)
+    return Product(ARITHMETIC[dtype], gemm)
+
+
+def permits_amx() -> bool:
+    """Request AMX's tile registers from Linux. Repeated requests are no error."""
+    try:
+        return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    except (OSError, AttributeError):  # another system
+        return False
+
+
+def compile_ahead(dtype: torch.dtype) -> None:
+    """Compile all kernels for matrices of this dtype that are not on disk. Raises Numba's exception where it cannot."""
+    product = product_of(dtype)
+    requests = [(product.gemm, ARITHMETIC[dtype], None), *((each, dtype, product.operand) for each in kernels.ALL)]
+    with lock:
+        if missing := [request for request in requests if not is_stored(*request)]:
+            ahead = "python -m efficient_densenet.doctor --warmup does it ahead"
+            message = f"compiling kernels for {str(dtype).removeprefix('torch.')}, about 20 s ({ahead})"
+            logging.getLogger("efficient_densenet").warning(message)  # Python shows warnings by default
+        for request in missing:
+            compile_kernel(*request)
 
 
 def launch(kernel: Kernel, like: Tensor, threads: int, record: tuple[typing.Any, ...]) -> None:

@@ -11,7 +11,7 @@ from ..compiler.compilation import ARITHMETIC
 from ..kernels.gemm import TILE_MULTIPLE
 from ..kernels.memory import CACHE_LINE_BYTES, buffer_stride, padded_stride, whole_panels
 from ..kernels.statistics import STATISTICS_ROWS
-from .products import product_of
+from .launch import product_of
 
 TILE = 192
 """The most rows of a tile: enough for an efficient matrix product, few enough for the caches."""
@@ -55,13 +55,6 @@ def for_statistics(values: Tensor) -> Tiles:
 def for_grad_input(values: Tensor) -> Tiles:
     rows, channels = values.shape
     return _tiles(_num_threads(rows), rows, ARITHMETIC[values.dtype].itemsize, grad_vectors=2 * channels)
-
-
-def for_affine_backward(values: Tensor) -> Tiles:
-    (rows, channels), itemsize = values.shape, ARITHMETIC[values.dtype].itemsize
-    threads = _num_threads(rows)
-    row_bytes = padded_stride(channels, itemsize) * itemsize
-    return _tiles(threads, _tile_rows(threads, rows, row_bytes), partials=2 * channels)
 
 
 def halo(shape: torch.Size, dilation: int) -> int:

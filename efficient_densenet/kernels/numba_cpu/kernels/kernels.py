@@ -10,7 +10,7 @@ from numba import carray
 from .. import arguments
 from ..compiler.compilation import kernel
 from ..compiler.intrinsics import compiled
-from .accumulation import accumulate_affine_grad, accumulate_grad, clear_sums, reduce_sums
+from .accumulation import accumulate_grad, clear_sums, reduce_sums
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .convolution import (
     add_grad_weight,
@@ -23,7 +23,7 @@ from .convolution import (
 )
 from .gemm import pack_weight
 from .im2col import col2im, im2col
-from .memory import buffer_stride_of, convert, copy, elements, offset, pad_cells, row_of, stride_of
+from .memory import buffer_stride_of, convert, copy, offset, pad_cells, stride_of
 from .pooling import pooled_affine_activation
 from .statistics import clear_statistics, reduce_statistics, update_statistics
 from .threads import barrier, partition, this_thread
@@ -42,19 +42,6 @@ def batch_statistics(record):
     reduce_statistics(args.openmp, args.statistics, args.rows, thread, threads, args.zero)
 
 
-@kernel(arguments.CenterArguments)
-def center(record):
-    """output = values − mean, matrices of (pixels, channels)."""
-    args = carray(record, 1)[0]
-    thread, threads = this_thread(args.openmp)
-    first, last = partition(args.rows, thread, threads)
-    mean = elements(args.mean, 0, args.channels, args.zero)
-    for row in range(first, last):
-        values, output = row_of(args.values, row, 0, args.channels), row_of(args.output, row, 0, args.channels)
-        for j in range(args.channels):
-            output[j] = values[j] - mean[j]
-
-
 @kernel(arguments.BatchNormGradInputArguments)
 def batch_norm_grad_input(record):
     """grad_input = r · (g − mean(g) − x̂ · mean(g · x̂)), all (pixels, channels)."""
@@ -66,22 +53,6 @@ def batch_norm_grad_input(record):
     batch_norm_grad_vectors(args.grad, thread, threads, args.zero)
     barrier(args.openmp)
     batch_norm_grad_rows(args.grad, first, last, output, stride, element, args.zero)
-
-
-@kernel(arguments.AffineBackwardArguments)
-def affine_backward(record):
-    """grad_accum += grad_scale · grad_output, Σ grad_output and Σ grad_output · values, all (pixels, channels)."""
-    args = carray(record, 1)[0]
-    thread, threads = this_thread(args.openmp)
-    first, last = partition(args.rows, thread, threads)
-    stride, element, zero = args.grad_output.row_stride, args.grad_output.element, args.zero
-    clear_sums(args.gradients, thread)
-    for start in range(first, last, args.tile):
-        stop = min(start + args.tile, last)
-        grad = offset(args.grad_output.data, start * stride, element)
-        accumulate_affine_grad(args, thread, start, stop, grad, stride, zero)
-    barrier(args.openmp)
-    reduce_sums(args.gradients, thread, threads, zero)
 
 
 @kernel(arguments.ConvForwardArguments)
@@ -244,8 +215,4 @@ def _row_buffer(scratch, thread, count, zero):
     return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
-ALL = (
-    *(conv_backward, conv1x1_forward, conv3x3_forward, batch_statistics, affine_backward, batch_norm_grad_input),
-    center,
-)
-"""All kernels. Those that take the longest to compile come first."""
+ALL = batch_statistics, batch_norm_grad_input, conv1x1_forward, conv3x3_forward, conv_backward
