@@ -153,6 +153,7 @@ def test_files_that_nobody_used_for_long_are_removed(cache):
     keys, long_ago = [b"used", b"old"], (time.time() - disk_cache.KEPT_SECONDS - 9,) * 2
     for key in keys:
         disk_cache.store("any", key, b"content")
+    for key in keys:
         os.utime(disk_cache._file(cache, "any", key), long_ago)
     assert disk_cache.load("any", b"used") == b"content"
     disk_cache.store("any", b"another", b"content")
