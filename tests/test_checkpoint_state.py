@@ -73,32 +73,6 @@ HOOKS = {
 }
 
 
-def test_hooks_that_remove_themselves_and_add_others():
-    """The activation is called twice in a forward, the first time with the first hook."""
-
-    def steps(run):
-        torch.manual_seed(0)
-        tanh, x = nn.Tanh(), tensor(5, 4).requires_grad_()
-        net = nn.Sequential(nn.Linear(4, 4), tanh, nn.Linear(4, 4), tanh).double()
-
-        def first(module, args, output):
-            handle.remove()
-            return output * 3
-
-        def adds(module, args):
-            added.remove()
-            tanh.register_forward_hook(lambda *_: None)
-
-        handle, added = tanh.register_forward_hook(first), net[0].register_forward_pre_hook(adds)
-        for _ in range(2):
-            run(net, x).square().sum().backward()
-        assert len(tanh._forward_hooks) == 1
-        return [x.grad, *(p.grad for p in net.parameters())]
-
-    for run in CHOSEN.values():
-        assert_same_tensors(steps(run), steps(plain_call))
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hooks_that_affect_the_computation_fire_again(hook):

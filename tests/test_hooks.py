@@ -1,7 +1,9 @@
 """Hooks on a model and its modules fire once, with the values of plain."""
 
 import contextlib
+import copy
 import functools
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -109,16 +111,31 @@ def test_hooks_of_all_types_and_their_removal(place):
     assert len(seen[0]) == len(names) * len(HOOK_TYPES)
 
 
-def test_a_step_leaves_hooks_as_they_were():
-    model, seen = small_model("bc", efficient="checkpoint"), []
+@pytest.mark.parametrize("hook_type", ["forward_hook", "forward_pre_hook"])
+def test_hooks_in_inference_mode_after_a_training_step(hook_type):
+    """A checkpoint has wrapped them, to see what they change. Tensors of inference mode do not tell."""
+    model, x = small_model("bc", efficient="checkpoint"), random_images("bc")
+    seen = []
     norm = model.features.denseblock1.denselayer1.norm1
-    handle = norm.register_forward_hook(lambda *_: seen.append(1))
-    hooks = dict(norm._forward_hooks)
+    getattr(norm, f"register_{hook_type}")(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    model(x).sum().backward()
+    with torch.inference_mode():
+        model.eval()(x)
+    assert seen == [False, True]
+
+
+def _record_nothing(*_) -> None:
+    pass
+
+
+def test_a_model_with_hooks_is_pickled_after_a_checkpoint_has_wrapped_them():
+    model = small_model("bc", efficient="checkpoint")
+    norm = model.features.denseblock1.denselayer1.norm1
+    norm.register_forward_hook(_record_nothing)
     model(random_images("bc")).sum().backward()
-    assert norm._forward_hooks == hooks
-    handle.remove()
-    model(random_images("bc")).sum().backward()
-    assert seen == [1]
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        (hook,) = copied.features.denseblock1.denselayer1.norm1._forward_hooks.values()
+        assert hook is _record_nothing
 
 
 @pytest.mark.parametrize("module_name", ["", "features", *BLOCKS, "features.norm5"])

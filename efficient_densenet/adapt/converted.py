@@ -14,6 +14,7 @@ from .._compilers import may_read_converted_modules
 from .._mixins import add_mixin, remove_mixin
 from .._torch_private import has_global_module_hooks
 from ..checkpoint.call import checkpoint_call
+from ..checkpoint.hooks import undo_fire_once
 from ..engine import choose, layerwise
 from ..engine.choose import Engine
 from ..engine.layerwise import RunFirstHalf
@@ -162,6 +163,8 @@ def restore_block(block: ConvertedBlock) -> None:
     """Undo `convert_block`."""
     exactly_once = block._conversion.exactly_once_norms
     remove_mixin(block, ConvertedBlock)
+    for module in block.modules():
+        undo_fire_once(module)
     if exactly_once is not None:
         restore_norms(block, exactly_once)
     vars(block).pop("_conversion", None)

@@ -138,12 +138,12 @@ def _guard(module: nn.Module, run: Tracer, pattern: Pattern) -> Guard:
     """What `pattern` depends on: by parts too, rates of dropout that are none of the layers', and the settings of any
     module from which the constant of a function may come."""
     if isinstance(pattern, Recipe) or not pattern.units:
-        return guard_of(module, run.ran.values())
+        return run.guard
     specs = (each.activation for each in pattern.units)
     has_constants = any(isinstance(each, ActivationSpec) and (each.a or each.b) for each in specs)
     settings = settings_of(module) if has_constants or isinstance(pattern, Transition) else ()
     live = [(module.get_submodule(each.module), each.attribute) for each in pattern.dropouts]
-    return guard_of(module, run.ran.values(), settings, live)
+    return guard_of(module, run.ran.values(), run.guard.names.union(settings), live)
 
 
 def update_norms_once(block: nn.Module) -> None:

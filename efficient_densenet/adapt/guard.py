@@ -85,12 +85,14 @@ def guard_of(
     numbers = {each: i for i, each in reversed(list(enumerate(_modules(block))))}
     rates = ((each, name) for each in numbers for name in drop_rates(each)) if live is None else live
     numbered = frozenset((numbers[each], name) for each, name in rates)
-    names, before, walk = frozenset({"forward", *names}), frozenset[str](), _Walk(block, frozenset())
-    while names != before:
+    names = frozenset({"forward", *names})
+    while True:
         walk, before = _Walk(block, names, numbered), names
         names = names.union(*map(_names_in, walk.codes))
         if names == before:  # a function that is called without its name, such as __getitem__
             names |= {each.co_name for each in ran if each not in walk.codes}
+        if names == before:
+            break
     unnamed = next((f"calls {each.co_name}, which it does not name" for each in ran if each not in walk.codes), None)
     mode = next(iter(sorted(names & MODES)), None)
     asks = None if mode is None else f"asks PyTorch for {mode}, of which a trace cannot try every value"

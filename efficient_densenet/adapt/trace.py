@@ -1,8 +1,9 @@
 """Run forwards of a module on a few pixels, and tell what they compute as expressions.
 
-Tensors are real ones on the CPU, zeros in the places of parameters: their values do not count. Everything is put back
-afterwards. The module runs in the modes in which a forward may take another branch: training or not, with or without
-gradients of the input and of the parameters, in half precision by autocast, with other sizes and rates of dropout.
+Tensors are real ones on the CPU, zeros in the places of parameters: their values do not count. All that the forward's
+functions name is put back afterwards. The module runs in the modes in which a forward may take another branch: training
+or not, with or without gradients of the input and of the parameters, in half precision by autocast, with other sizes
+and rates of dropout.
 """
 
 import sys
@@ -131,12 +132,12 @@ class Tracer:
         self.ran: dict[int, CodeType] = {}
         self._named, self._dims = list[tuple[str, nn.Module]](), dimensions(module)
         self._zeros: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._guard: tuple[frozenset[int], Guard] | None = None
+        self._guard: tuple[frozenset[int] | None, Guard | None] = None, None
 
     def runs_of_author(self, forward: Forward) -> Iterator[Trace]:
         """The author's forward in each mode; `SideEffectError` if it does what a recomputation would do again."""
         yield from (self.run(forward, mode, is_authors=True) for mode in MODES)
-        self._guard = None  # once more, after all runs
+        self._guard = None, self.guard  # once more, after all runs
         if self.guard.unknown is not None:
             raise SideEffectError(f"found that it {self.guard.unknown}")
 
@@ -144,9 +145,11 @@ class Tracer:
     def guard(self) -> Guard:
         """What the author's functions name, with those that have run."""
         ran = frozenset(self.ran)
-        if self._guard is None or self._guard[0] != ran:
-            self._guard = ran, guard_of(self.module, self.ran.values())
-        return self._guard[1]
+        known, guard = self._guard
+        if guard is None or known != ran:
+            guard = guard_of(self.module, self.ran.values(), () if guard is None else guard.names)
+            self._guard = ran, guard
+        return guard
 
     def run(self, forward: Forward, mode: Mode, is_authors: bool = False) -> Trace:
         """Run `forward` and its backward. Of an author's forward, changes of anything that it names are noticed."""

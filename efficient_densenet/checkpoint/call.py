@@ -21,7 +21,7 @@ from .._compilers import CHECKPOINTS_UPDATE_ONCE, is_exporting
 from .._recompute_mode import state, state_with, with_attributes
 from .._torch_private import functorch_is_active, is_managed_by_fsdp, saved_tensors_hooks_enabled
 from ..norms.batch_norm import UpdatesOnce, update_once
-from .hooks import hooks_by_run, watching
+from .hooks import fire_once
 
 ALREADY_OFFLOADED = "cpu", "meta"
 """The types of devices whose tensors are saved as they are: copies would miss changes in place."""
@@ -99,12 +99,12 @@ def checkpoint_call(
     if has_no_sizes or not saved_tensors_hooks_enabled():
         return function(*args, **kwargs)
     for module in modules:
+        fire_once(module)
         update_once(module)
     owner: Any = getattr(function, "__self__", None)
     if isinstance(owner, UpdatesOnce) and function == super(UpdatesOnce, owner).forward:
         function = MethodType(UpdatesOnce.forward, owner)  # it was bound before the norm was under the rule
     states = {module: {"training": module.training} | _buffers_that_are_read(module) for module in modules}
-    hooks, hooks_again = hooks_by_run(modules)
     is_selective = state.is_selective or "context_fn" in options
     parameters: list[dict[str, Any]] | None = None
 
@@ -112,15 +112,14 @@ def checkpoint_call(
         nonlocal parameters
         args, kwargs = (leaves, {}) if spec is None else tree_unflatten(leaves, spec)
         if parameters is None:
-            with state_with(in_forward=True, is_selective=is_selective), watching(hooks):
+            with state_with(in_forward=True, is_selective=is_selective):
                 result = function(*args, **kwargs)
             parameters = [module._parameters.copy() for module in modules]
             return result
         _check_parameters(modules, parameters)
         # A backward inside `disable_checkpointing` checkpoints what the forward did.
-        changes = {module: each | hooks_again.get(module, {}) for module, each in states.items()}
         mode = state_with(in_recomputation=True, is_disabled=False, is_selective=is_selective)
-        with mode, with_attributes(changes):
+        with mode, with_attributes(states):
             return function(*args, **kwargs)
 
     # The hooks of an outer checkpoint save the tensors of an inner one.
