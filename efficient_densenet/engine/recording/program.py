@@ -17,8 +17,8 @@ from . import slab
 from .recorder import Allocation, Launch, Operation, Recorder, mapped
 
 WITHOUT_CACHE = {"cpu"}
-"""The types of devices on which PyTorch keeps no freed memory for later allocations. On others a run has a slab unless
-it would hold more (`slab.SLACK`)."""
+"""The types of devices on which PyTorch keeps no freed memory for later allocations. On others a run has the slab
+that `slab.choose` finds, if any."""
 
 SMALL_RUN_BYTES, SMALL_RUN_MOST = 1 << 22, 1.5
 """The most that a run without such a cache holds if it allocates everything at first, temporaries as a slab, and frees
@@ -77,6 +77,7 @@ class _Builder:
         self.vectors = dict.fromkeys({self.memories[number].dtype for number in self.slab.offsets}, 0)
         for number, dtype in enumerate(self.vectors, len(recorder.memories)):
             self.vectors[dtype] = number
+            self.freed.setdefault(self.slab.events.stop - 1, []).append(number)
         self.num_memories = self.num_tensors = len(recorder.memories) + len(self.vectors)
         self.has_launches = any(isinstance(event, Launch) for event in recorder.events)
         self.views: dict[Place, int] = {}
@@ -85,7 +86,6 @@ class _Builder:
         externals = "".join(f"t{number}, " for number in range(self.num_externals))
         self.lines = ["def replay(run, externals, memories, addresses):", f"{externals}= externals"]
         self.launches: list[Launch] = []
-        self._allocate_slab()
         for i, event in enumerate(recorder.events):
             self._event(i, event)
         self._line(f"return [{', '.join(map(self._output, outputs))}]")
@@ -103,16 +103,14 @@ class _Builder:
         """The slab; and decide when memories are freed. `outputs` are the numbers of the memories of outputs."""
         new = {number: each for number, each in self.memories.items() if number >= self.num_externals}
         allocated = {event.memory for event in recorder.events if isinstance(event, Allocation)}
-        num_events = len(recorder.events)
-        peak = slab.NO_SLAB.peak(new, num_events)
-        offsets, nbytes = slab.plan({number: new[number] for number in allocated - outputs})
-        chosen = slab.Slab(offsets, nbytes, outputs & allocated)
-        if self.device.type in WITHOUT_CACHE:
+        temporaries, num_events = allocated - outputs, len(recorder.events)
+        if self.device.type not in WITHOUT_CACHE:
+            chosen = slab.choose(new, allocated, outputs, num_events)
+        else:
+            offsets, nbytes = slab.plan({number: new[number] for number in temporaries})
             held = nbytes + sum(each.nbytes for number, each in new.items() if number not in offsets)
-            if held <= min(SMALL_RUN_BYTES, SMALL_RUN_MOST * peak):
-                return chosen
-            chosen = slab.NO_SLAB
-        elif chosen.peak(new, num_events) > slab.SLACK * peak + slab.SMALL_SLACK:
+            if held <= min(SMALL_RUN_BYTES, SMALL_RUN_MOST * slab.NO_SLAB.peak(new, num_events)):
+                return slab.Slab(range(num_events), offsets, nbytes, outputs & allocated)
             chosen = slab.NO_SLAB
         for number in new.keys() - outputs - chosen.offsets.keys():
             self.freed.setdefault(new[number].last, []).append(number)
@@ -120,6 +118,8 @@ class _Builder:
 
     def _event(self, number: int, event: Allocation | Operation | Launch) -> None:
         """Add the lines of the event of this number."""
+        if self.slab.events and number == self.slab.events.start:
+            self._allocate_slab()
         if isinstance(event, Launch):
             self.launches.append(event)
         elif isinstance(event, Operation):
