@@ -46,7 +46,7 @@ PRODUCTS = {
     "avx512_bf16": launch.Product(torch.bfloat16, gemm.gemm_bfloat16),
     "amx": launch.Product(torch.bfloat16, gemm_amx.gemm_amx),
 }
-IN_PORTABLE = "center", "affine_forward", "affine_backward"
+IN_PORTABLE = "center", "affine_forward"
 """Operations that portable computes for this set too."""
 
 ARITHMETIC = ["float32", "float64", *PRODUCTS]

@@ -153,8 +153,12 @@ def test_a_run_by_fsdp_that_was_stopped_is_resumed_by_ddp_to_the_same_files(tmp_
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("processes", [2, 3])
 def test_fsdp_is_ddp_with_every_option(processes, tmp_path):
-    """In three processes sums are of another order."""
-    for ddp, fsdp in _by_ddp_and_fsdp(processes, FIRST_TIER + FURTHER, tmp_path):
+    """In three processes sums are of another order, and of their few images plain modules hold less: "best" runs these
+    by DDP alone, since sharded blocks are called."""
+    cases = FIRST_TIER + FURTHER
+    if processes == 3:
+        cases = [{**case, "engine": "shared"} if case.get("engine") == "best" else case for case in cases]
+    for ddp, fsdp in _by_ddp_and_fsdp(processes, cases, tmp_path):
         if processes == 2:
             same_content(fsdp["state"], ddp["state"])
         else:

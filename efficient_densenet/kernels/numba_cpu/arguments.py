@@ -201,7 +201,9 @@ class GradAccumulatorRecord:
     overwrite: int
 
     @staticmethod
-    def of(accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Within) -> Fields:
+    def of(
+        accumulator: interface.GradAccumulator, norm: interface.BatchNormAffine, scale: Within | Tensor | int
+    ) -> Fields:
         """`scale` is the norm's scale, which is read for a frozen norm only."""
         grad_scale = scale if norm.frozen else as_dtype(norm.weight, norm.inv_std.dtype).contiguous()
         return grad_scale, *Matrix.output(accumulator.grad_accum), accumulator.overwrite
@@ -275,6 +277,16 @@ class BatchNormGradInputArguments:
     rows: int
     grad: BatchNormBackwardRecord
     grad_input: Matrix
+
+
+class AffineBackwardArguments:
+    openmp: OpenMP
+    rows: int
+    tile: int
+    grad_output: Matrix
+    values: Matrix
+    accumulator: GradAccumulatorRecord
+    gradients: NormGradients
 
 
 class ConvForwardArguments:

@@ -2,9 +2,8 @@
 
 Matrices are float32, float64 or bfloat16; for bfloat16, arithmetic and the sums of products are float32. Each
 operation is one parallel region of PyTorch's own OpenMP threads. `portable` computes rare cases (mixed
-precisions, very large weights) and what runs once a stage and takes less than a hundredth of a step (`center`,
-`affine_forward`, `affine_backward`). An operation takes all its scratch memory in one call and allocates only its
-results.
+precisions, very large weights) and operations that are memory-bound in one pass (`center`, `affine_forward`). An
+operation takes all its scratch memory in one call and allocates only its results.
 """
 
 import functools
@@ -35,7 +34,7 @@ from . import tiling
 from .launch import gemm_address, launch, openmp_functions
 from .tiling import Tiles
 
-center, affine_forward, affine_backward = portable.center, portable.affine_forward, portable.affine_backward
+center, affine_forward = portable.center, portable.affine_forward
 arranged_weights = portable.arranged_weights
 images_at_once, image_statistics = portable.images_at_once, portable.image_statistics
 norm_activation_max_pool = portable.norm_activation_max_pool
@@ -73,6 +72,24 @@ def batch_norm_grad_input(
     )
     launch(kernels.batch_norm_grad_input, values, tiles.threads, record)
     return grad_input
+
+
+@checked
+def affine_backward(grad_output: Tensor, input: AffineInput, accumulator: GradAccumulator) -> Gradients:
+    values = input.values
+    if grad_output.dtype != values.dtype or not _has_arithmetic(input, values.dtype):
+        return portable.affine_backward(grad_output, input, accumulator)
+    tiles = tiling.for_affine_backward(values)
+    grads, memory = _new_gradients(input, accumulator), new_scratch(tiles, values)
+    scale = input.norm.scale if input.norm.frozen else 0
+    record = (
+        *(*openmp_functions(), len(values), tiles.rows),
+        *(*arguments.Matrix.of(grad_output), *arguments.Matrix.of(values)),
+        *arguments.GradAccumulatorRecord.of(accumulator, input.norm, scale),
+        *arguments.NormGradients.of(grads, accumulator.sums, input.norm, Within(memory, tiles.partials)),
+    )
+    launch(kernels.affine_backward, values, tiles.threads, record)
+    return grads
 
 
 @checked
@@ -191,15 +208,21 @@ def _conv_backward(
 
 
 def _supported(input: AffineInput, weight: Tensor) -> bool:
-    """Whether all matrices are in one dtype, and the weight is not too large and has several input channels. A norm's
-    parameters may have the dtype of the arithmetic or of the matrices.
+    """Whether all matrices are in one dtype, and the weight is not too large and has several input channels.
 
     The gradient of a single channel is a product with a vector, for which PyTorch's routine is more accurate.
     """
-    arithmetic, norm = ARITHMETIC.get(weight.dtype), input.norm
-    fits = weight.dtype == input.values.dtype and input.dtype == arithmetic
-    fits = fits and norm.weight.dtype == norm.bias.dtype and norm.weight.dtype in (arithmetic, weight.dtype)
-    return fits and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
+    one_dtype = weight.dtype == input.values.dtype and _has_arithmetic(input, weight.dtype)
+    return one_dtype and weight.numel() * input.dtype.itemsize <= WEIGHT_BYTES and weight.shape[1] > 1
+
+
+def _has_arithmetic(input: AffineInput, dtype: torch.dtype) -> bool:
+    """Whether the input's dtypes are as in kernels for matrices of this dtype. A norm's parameters may have either
+    dtype."""
+    arithmetic, norm = ARITHMETIC.get(dtype), input.norm
+    return (
+        input.dtype == arithmetic and norm.weight.dtype == norm.bias.dtype and norm.weight.dtype in (arithmetic, dtype)
+    )
 
 
 def new_scratch(tiles: Tiles, like: Tensor) -> Tensor:
@@ -209,12 +232,15 @@ def new_scratch(tiles: Tiles, like: Tensor) -> Tensor:
     return torch.empty(tiles.scratch_bytes // dtype.itemsize, dtype=dtype, device=like.device)
 
 
-def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor) -> Gradients:
+def _new_gradients(input: AffineInput, accumulator: GradAccumulator, weight: Tensor | None = None) -> Gradients:
     """Uninitialized gradients; the convolution's grad_weight is in the dtype of the arithmetic, as in portable."""
+    norm_weight, norm_bias = torch.empty_like(input.norm.inv_std), torch.empty_like(input.norm.inv_std)
+    if weight is None:
+        return Gradients(norm_weight, norm_bias)
     conv_weight, dtype = None, ARITHMETIC[weight.dtype]
     if accumulator.needs_grad_weight:
         conv_weight = torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format)
-    return Gradients(torch.empty_like(input.norm.inv_std), torch.empty_like(input.norm.inv_std), conv_weight)
+    return Gradients(norm_weight, norm_bias, conv_weight)
 
 
 def _statistics(statistics: StatisticsOutput | None, memory: Tensor, tiles: Tiles) -> Fields:

@@ -57,6 +57,13 @@ def for_grad_input(values: Tensor) -> Tiles:
     return _tiles(_num_threads(rows), rows, ARITHMETIC[values.dtype].itemsize, grad_vectors=2 * channels)
 
 
+def for_affine_backward(values: Tensor) -> Tiles:
+    (rows, channels), itemsize = values.shape, ARITHMETIC[values.dtype].itemsize
+    threads = _num_threads(rows)
+    row_bytes = padded_stride(channels, itemsize) * itemsize
+    return _tiles(threads, _tile_rows(threads, rows, row_bytes), partials=2 * channels)
+
+
 def halo(shape: torch.Size, dilation: int) -> int:
     """The number of rows before and after a row on which the output of a 3×3 convolution depends: the distance of the
     farthest tap, in pixels, is a pixel plus a row of pixels plus a plane."""

@@ -55,6 +55,21 @@ def _formula_pixel(args, row, left, grad_output, grads, products, zero):
         grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
 
 
+@inlined
+def _affine_row(args, row, left, grad_output, grads, products, zero):
+    """Accumulate the gradient of one pixel, without an activation."""
+    width, accumulator = len(grad_output), args.accumulator
+    overwrite = accumulator.overwrite
+    prefetch_row(accumulator.grad_accum, row, args.gradients.channels)
+    values, grad_accum = row_of(args.values, row, left, width), row_of(accumulator.grad_accum, row, left, width)
+    grad_scale = elements(accumulator.grad_scale, left, width, zero)
+    for j in range(width):
+        grad = grad_output[j]
+        grads[j] += grad
+        products[j] += grad * values[j]
+        grad_accum[j] = grad * grad_scale[j] + (zero if overwrite else grad_accum[j])
+
+
 def _prefetched(backward_pixel):
     """`backward_pixel` for a row of a convolution without pooling."""
 
@@ -86,9 +101,9 @@ def _accumulation(backward_row):
     """A function that accumulates a tile's gradient, row by row."""
 
     @compiled
-    def accumulate(args, thread, start, stop, grad_output, stride, zero):
-        """Accumulate rows start to stop of grad_output (rows, channels). A run of rows is summed in their dtype."""
-        sums, run = args.conv.gradients, _RUN // args.window
+    def accumulate(args, sums, run, thread, start, stop, grad_output, stride, element, zero):
+        """Accumulate rows start to stop of grad_output (rows, channels), which has the dtype of `element`. `run` rows
+        at a time are summed in the dtype of `zero`."""
         channels = sums.channels
         grads, products = carray(_sums_buffer(zero), (_COLUMNS,)), carray(_sums_buffer(zero), (_COLUMNS,))
         for left in range(0, channels, _COLUMNS):
@@ -99,7 +114,7 @@ def _accumulation(backward_row):
                 for j in range(width):
                     grads[j] = products[j] = 0
                 for row in range(begin, min(begin + run, stop)):
-                    grad = elements(grad_output, (row - start) * stride + left, width, zero)
+                    grad = elements(grad_output, (row - start) * stride + left, width, element)
                     backward_row(args, row, left, grad, grads, products, zero)
                 for j in range(width):
                     sum_of_grads[j] += grads[j]
@@ -108,6 +123,7 @@ def _accumulation(backward_row):
     return accumulate
 
 
+_accumulate_affine = _accumulation(_affine_row)
 _accumulate_relu = _accumulation(_prefetched(_relu_pixel))
 _accumulate_formula = _accumulation(_prefetched(_formula_pixel))
 _accumulate_pooled_relu = _accumulation(_in_window(_relu_pixel))
@@ -115,18 +131,26 @@ _accumulate_pooled_formula = _accumulation(_in_window(_formula_pixel))
 
 
 @compiled
+def accumulate_affine_grad(args, thread, start, stop, grad_output, stride, zero):
+    """Accumulate rows start to stop of grad_output, the gradient of a norm's output."""
+    element = args.grad_output.element
+    _accumulate_affine(args, args.gradients, _RUN, thread, start, stop, grad_output, stride, element, zero)
+
+
+@compiled
 def accumulate_grad(args, thread, start, stop, grad_output, stride, zero):
     """Accumulate rows start to stop of grad_output, the gradient of a convolution's input; with pooling, the gradient
     of every pixel in the windows of these output rows."""
+    sums, run = args.conv.gradients, _RUN // args.window
     if args.conv.input.activation.formula:
         if args.window > 1:
-            _accumulate_pooled_formula(args, thread, start, stop, grad_output, stride, zero)
+            _accumulate_pooled_formula(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
         else:
-            _accumulate_formula(args, thread, start, stop, grad_output, stride, zero)
+            _accumulate_formula(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
     elif args.window > 1:
-        _accumulate_pooled_relu(args, thread, start, stop, grad_output, stride, zero)
+        _accumulate_pooled_relu(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
     else:
-        _accumulate_relu(args, thread, start, stop, grad_output, stride, zero)
+        _accumulate_relu(args, sums, run, thread, start, stop, grad_output, stride, zero, zero)
 
 
 @compiled

@@ -10,7 +10,7 @@ from numba import carray
 from .. import arguments
 from ..compiler.compilation import kernel
 from ..compiler.intrinsics import compiled
-from .accumulation import accumulate_grad, clear_sums, reduce_sums
+from .accumulation import accumulate_affine_grad, accumulate_grad, clear_sums, reduce_sums
 from .affine import affine_activation, affine_vectors, batch_norm_grad_rows, batch_norm_grad_vectors
 from .convolution import (
     add_grad_weight,
@@ -53,6 +53,22 @@ def batch_norm_grad_input(record):
     batch_norm_grad_vectors(args.grad, thread, threads, args.zero)
     barrier(args.openmp)
     batch_norm_grad_rows(args.grad, first, last, output, stride, element, args.zero)
+
+
+@kernel(arguments.AffineBackwardArguments)
+def affine_backward(record):
+    """grad_accum += grad_scale · grad_output, Σ grad_output and Σ grad_output · values, all (pixels, channels)."""
+    args = carray(record, 1)[0]
+    thread, threads = this_thread(args.openmp)
+    first, last = partition(args.rows, thread, threads)
+    stride, element, zero = args.grad_output.row_stride, args.grad_output.element, args.zero
+    clear_sums(args.gradients, thread)
+    for start in range(first, last, args.tile):
+        stop = min(start + args.tile, last)
+        grad = offset(args.grad_output.data, start * stride, element)
+        accumulate_affine_grad(args, thread, start, stop, grad, stride, zero)
+    barrier(args.openmp)
+    reduce_sums(args.gradients, thread, threads, zero)
 
 
 @kernel(arguments.ConvForwardArguments)
@@ -215,4 +231,5 @@ def _row_buffer(scratch, thread, count, zero):
     return offset(scratch.data, (thread + 1) * scratch.thread_stride - count, zero)
 
 
-ALL = batch_statistics, batch_norm_grad_input, conv1x1_forward, conv3x3_forward, conv_backward
+ALL = (*(conv_backward, conv1x1_forward, conv3x3_forward, batch_statistics, affine_backward, batch_norm_grad_input),)
+"""All kernels. Those that take the longest to compile come first."""
