@@ -259,7 +259,7 @@ class _Walk:
 
     def _see_module(self, module: nn.Module, i: int) -> None:
         kind, held, number, values = _kind_of(type(module)), vars(module), self._seen[id(module)][0], self.values
-        parameters = module._parameters or held.get("_former_parameters", {})  # of a replica of nn.DataParallel
+        parameters = {**module._parameters, **held.get("_former_parameters", {})}  # of a replica of nn.DataParallel
         values.append((kind.name, number, None))
         if kind.is_script:
             self._refuse("holds a ScriptModule, whose code is not Python's")
