@@ -452,6 +452,15 @@ def test_a_conversion_beside_a_profiler():
     assert converted(Layer)[2] == "shared"
 
 
+def test_no_garbage_is_collected_in_a_trace(monkeypatch):
+    """Finalizers of other objects would count as functions of the block."""
+    collects: list[bool] = []
+    monkeypatch.setattr("efficient_densenet.adapt.find.describe_difference", lambda *_: collects.append(gc.isenabled()))
+    assert converted(Layer)[2] == "shared"
+    assert collects == [False]
+    assert gc.isenabled()
+
+
 _between = [0.5]
 
 

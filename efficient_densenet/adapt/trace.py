@@ -6,6 +6,7 @@ or not, with or without gradients of the input and of the parameters, in half pr
 and rates of dropout.
 """
 
+import gc
 import sys
 import warnings
 from collections import Counter, OrderedDict
@@ -311,6 +312,8 @@ def tracing(module: nn.Module, sample: Sample) -> Iterator[Tracer]:
         for device in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(device, enabled=False))
         stack.enter_context(local_statistics(module))
+        stack.callback(gc.enable if gc.isenabled() else gc.disable)
+        gc.disable()  # the finalizers of other objects are no functions of the block
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)  # a few pixels are no work for several
         try:
