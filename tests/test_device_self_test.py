@@ -46,7 +46,7 @@ def _exact_float32(monkeypatch):
 
 @pytest.fixture
 def few_sizes(monkeypatch):
-    monkeypatch.setattr(device_self_test, "UNALIGNED", [((2, 4, 6), 5, 20)])
+    monkeypatch.setattr(device_self_test, "UNALIGNED", [((2, 4, 6), 5, 12)])
     monkeypatch.setattr(device_self_test, "ALIGNED", [((2, 4, 4), 16, 16)])
 
 
