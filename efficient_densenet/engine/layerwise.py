@@ -23,7 +23,8 @@ Layer: TypeAlias = Any
 """A module with `norm1` and `first_half(*features)`: a dense layer of our models, or a layer of another library."""
 
 RunFirstHalf = Callable[[Layer, list[Tensor]], Tensor]
-"""How an engine runs a layer's first half (concatenation, norm, ReLU, first convolution) on a list of features."""
+"""How an engine runs a layer's first half (concatenation, norm, ReLU, first convolution) on a list of features; of a
+converted block, the layer whole."""
 
 
 def run_first_half_plain(layer: Layer, features: list[Tensor]) -> Tensor:
