@@ -151,8 +151,8 @@ run_part() {
         fi
         ;;
     tests)
-        kernel_tests tests/test_triton_kernels.py tests/test_triton_stem.py tests/test_fused_stem.py \
-            tests/test_triton_launch.py tests/test_cuda_graph.py
+        kernel_tests tests/test_triton_kernels.py tests/test_triton_stem.py \
+            tests/test_triton_launch.py tests/test_training.py
         ;;
     tf32)
         measure 150 "${small[@]}" --batch_size 64,256 --precision tf32 --methods $graphs

@@ -8,6 +8,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # idle threads of one worker leave the 
 import torch
 import torch.distributed as dist
 
+from efficient_densenet.engine import choose
 from efficient_densenet.engine.recording import programs
 
 if not torch.cuda.is_available():
@@ -27,14 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers():
+def _nothing_of_another_test():
+    """A program of another test would not see what this one replaces; warnings come once; threads may be changed."""
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _no_programs():
-    """A program of another test would not see what this one replaces."""
     programs.forget()
+    choose._warned.clear()
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -90,19 +90,15 @@ def torchrun(*words: str, cwd: Path, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def outcomes_of_processes(cases: list[str], processes: int, script: Path, folder: Path) -> list[dict[str, str]]:
+def outcomes_of_processes(cases: list[str], processes: int, script: Path, folder: Path) -> list[Any]:
     """What each process of a script that takes a file of cases writes for them. One group of processes runs all, since
-    starting them is what takes time."""
+    starting them is what takes time; a single one is without the environment variables of torchrun."""
     (folder / "cases").write_text(json.dumps(cases))
-    return results_of_processes(processes, script, "cases", "outcomes", cwd=folder)
-
-
-def results_of_processes(processes: int, script: Path, *words: str, cwd: Path) -> list[Any]:
-    """The JSON that each process of `fork_processes` writes into the file that the last of `words` names, with its
-    rank as suffix."""
-    for process in fork_processes(processes, script, *words, cwd=cwd):
+    words = script, "cases", "outcomes"
+    running = fork_processes(processes, *words, cwd=folder) if processes > 1 else [ForkedDemo(*words, cwd=folder)]
+    for process in running:
         assert process.wait() == 0, process.communicate()
-    return [json.loads((cwd / f"{words[-1]}.{rank}").read_text()) for rank in range(processes)]
+    return [json.loads((folder / f"outcomes.{rank}").read_text()) for rank in range(processes)]
 
 
 def await_file(path: Path, process: ForkedDemo | subprocess.Popen) -> None:

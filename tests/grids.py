@@ -36,6 +36,14 @@ def pairwise(where: Callable[..., bool] | None = None, /, **axes: Iterable) -> t
     return names, [param for param in params if not param.marks]
 
 
+def pairwise_exhaustive(**axes: Iterable) -> tuple[str, list]:
+    """The same in the exhaustive tier, but for rows that cover every value."""
+    names, params = pairwise(**axes)
+    first_tier = covering_array([[*map(_word, param.values)] for param in params], 1)
+    marks = [() if i in first_tier else pytest.mark.exhaustive for i in range(len(params))]
+    return names, [pytest.param(*p.values, id=p.id, marks=m) for p, m in zip(params, marks, strict=True)]
+
+
 def sampled(where: Callable[..., bool], /, count: int = 1500, **axes: Sequence) -> tuple[str, list]:
     """Like `grid`, for a product that is too large to list: `count` random combinations take its place.
 

@@ -11,7 +11,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -33,7 +32,6 @@ from efficient_densenet import DenseNet
 DEMOS = Path(__file__).parents[1] / "demos"
 DIGITS = DEMOS.parent / "checkpoints" / "digits"
 IMAGE = str(DEMOS / "pictures" / "digit_3.png")
-CIFAR10_JPEG = DEMOS.parents[1] / "shared" / "data" / "cifar10-jpeg.tar.xz"
 CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 TIMES = ("seconds", "images_per_second", "peak_memory_mib")
 TINY = ("--depth", "10", "--growth_rate", "4")
@@ -85,20 +83,6 @@ def write_folder(
                 low = 200 * number // max(len(classes) - 1, 1)
                 pixels = rng.integers(low, low + 56, size, dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"{i}.{'png' if i % 2 else 'jpg'}")
-    return folder
-
-
-def write_photographs(folder: Path, train: int, test: int) -> Path:
-    """The first images of each class of the JPEG copy of CIFAR-10, as an image folder."""
-    left = {"train": dict.fromkeys(CIFAR10_CLASSES, train), "test": dict.fromkeys(CIFAR10_CLASSES, test)}
-    with tarfile.open(CIFAR10_JPEG) as archive:
-        for member in archive:
-            *_, split, name, file = ["", "", *Path(member.name).parts]
-            if member.isfile() and left[split][name] > 0:
-                left[split][name] -= 1
-                place = folder / split / name
-                place.mkdir(parents=True, exist_ok=True)
-                (place / file).write_bytes(archive.extractfile(member).read())
     return folder
 
 

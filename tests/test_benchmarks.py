@@ -32,10 +32,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def _workers_import_the_package_and_settings_are_restored(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "demos"))))
-    threads, precision, cudnn = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.backends.cudnn
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
     yield
-    torch.set_num_threads(threads)
     torch.set_float32_matmul_precision(precision)
     cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32 = flags
 
@@ -63,21 +62,15 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
 
-def test_the_crossover_is_measured_and_drawn(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_the_crossover_is_measured(tmp_path):
     path, point = tmp_path / "cpu_crossover.csv", "densenet_bc_10_4 2 x 4^2"
     with contextlib.suppress(ValueError):  # two tiny steps may take any time
         crossover.crossover(point, seconds=0.01, file=str(path))
     rows = results.read_others(path, "point")
     assert {row["point"] for row in rows} == {point}
-    assert all(float(row["time"]) > 0 and float(row["memory"]) > 0 for row in rows)
-    plot.save(path, tmp_path)
-    assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
     results.write(path, [row | {"time": "1.01"} for row in rows])
     with pytest.raises(ValueError, match=r"slower than plain: densenet_bc_10_4 2 x 4\^2 \w+ 1.01"):
         crossover.crossover(point, missing=True, file=str(path))
-    with pytest.raises(ValueError, match="unknown point"):
-        crossover.crossover("densenet121", file=str(path))
 
 
 def test_checks_and_profiles(monkeypatch, tmp_path):

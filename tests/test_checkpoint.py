@@ -1,4 +1,5 @@
-"""`checkpoint`, its wrapper for modules, `checkpoint_sequential`, `CheckpointFunction`: what they take and return."""
+"""`checkpoint`, its wrapper for modules, `checkpoint_sequential`, `CheckpointFunction`: what they take and return,
+their gradients, and the state that a recomputation finds."""
 
 import contextlib
 import copy
@@ -12,18 +13,22 @@ import pytest
 import torch
 from checkpoint_outcomes import (
     RUNS,
+    CountingOperations,
     Fickle,
     assert_network_like_plain,
     assert_same_outcome,
+    assert_same_tensors,
     network,
     networks,
     outcome,
+    plain_call,
     tensor,
 )
 from grids import grid
 from helpers import assert_close, assert_same_buffers, assert_same_gradients
 from torch import nn
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.nn.utils import prune
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
 from efficient_densenet import checkpoint as cp
 from efficient_densenet import convert_batchnorm
@@ -354,22 +359,6 @@ def test_a_norm_can_be_wrapped_converted_and_copied(prepare):
     assert norm.num_batches_tracked == 1
 
 
-def _save_products(context, operation, *args, **kwargs):
-    return operation is torch.ops.aten.addmm.default
-
-
-def test_a_wrapped_module_saves_what_its_context_fn_chooses():
-    choose = functools.partial(create_selective_checkpoint_contexts, _save_products)
-    net = checkpoint_wrapper(network().eval(), context_fn=choose)
-    plain, x = unwrap(copy.deepcopy(net)), tensor(5, 4)
-    for module in (net, pickle.loads(pickle.dumps(net)), plain):
-        module.zero_grad()
-        module(x).square().sum().backward()
-        plain.zero_grad()
-        plain(x).square().sum().backward()
-        assert_same_gradients(module, plain)
-
-
 def test_a_module_without_sizes_gets_them_in_a_plain_call():
     net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh())
     for _ in range(2):
@@ -422,16 +411,155 @@ def test_offloading_what_is_on_the_cpu_still_notices_a_change_in_place():
         loss.backward()
 
 
-def test_norms_behind_a_callable_object_are_found_among_many_references():
-    net, data = network(), [object() for _ in range(900)]
+# Second derivatives, early stops, selective checkpointing beside hooks
 
-    class Call:
-        def __call__(self, x):
-            return net(x)
+aten = torch.ops.aten
 
-    call = Call()
-    call.tables = dict.fromkeys(range(900), data)  # pyright: ignore[reportAttributeAccessIssue]
-    (norm,) = (each for each in net.modules() if isinstance(each, nn.BatchNorm1d))
-    before = norm.num_batches_tracked.item()
-    checkpoint(call, tensor(5, 4).requires_grad_()).sum().backward()
-    assert norm.num_batches_tracked.item() == before + 1
+
+@pytest.mark.parametrize("run", [RUNS[name] for name in ("a module", "nested", "CheckpointFunction")])
+def test_gradient_penalty(run):
+    """The loss contains a gradient, which needs create_graph=True."""
+    plain, ours = networks()
+    plain[3].p = ours[3].p = 0.0
+    x = tensor(5, 4)
+    grads = []
+    for net, run_net in ((plain, plain_call), (ours, run)):
+        leaf = x.clone().requires_grad_()
+        output = run_net(net, leaf.exp())
+        (grad,) = torch.autograd.grad(output.sum(), leaf, create_graph=True)
+        (output.square().sum() + (grad.norm() - 1).square()).backward()
+        grads.append(leaf.grad)
+    assert_close(grads[1], grads[0])
+    assert_same_gradients(ours, plain)
+    assert_same_buffers(ours, plain)
+
+
+def _saving(*operations):
+    """A context_fn that saves the results of these operations."""
+    return functools.partial(create_selective_checkpoint_contexts, list(operations))
+
+
+def test_what_follows_the_last_saved_tensor_is_not_recomputed_unless_torch_s_switch_says_so():
+    net, products = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double(), []
+    for switched_on, options in ((True, {}), (True, {"early_stop": False}), (False, {})):
+        with set_checkpoint_early_stop(switched_on):
+            output = checkpoint(net, tensor(2, 4), **options)
+        with CountingOperations() as operations:
+            output.sum().backward()
+        products.append(operations.counts[aten.addmm.default])
+    assert products == [1, 2, 2]
+
+
+def test_reading_a_saved_tensor_outside_a_backward_updates_nothing():
+    net = network()
+    output = checkpoint(net, tensor(5, 4).requires_grad_())
+    assert output.grad_fn._saved_mat1 is not None
+    assert net[1].num_batches_tracked == 1
+
+
+# Selective checkpointing
+
+
+CHOICES = {"nothing": [], "several": [aten.addmm.default, aten.tanh.default]}
+
+
+@pytest.mark.parametrize(*grid(choice=CHOICES, early_stop=[True, False], nested=[False, True]))
+def test_selective_checkpointing_changes_no_number(choice, early_stop, nested):
+    """The network has a batch norm, a dropout and hooks, which fire as they do without selection, and whose operations
+    are not taken for those of the network."""
+    fired = []
+
+    def add_hooks(net):
+        net[2].register_forward_hook(lambda module, args, output: fired.append(output.tanh().mean().item()))
+        net[0].register_forward_hook(lambda module, args, output: output * 3 + output.tanh().mean())
+        net[4].register_forward_pre_hook(lambda module, args: (args[0] + args[0].mean(),))
+
+    options = {"context_fn": _saving(*CHOICES[choice]), "early_stop": early_stop}
+
+    def run(net, x):
+        if nested:
+            return checkpoint(lambda x: net[3:](checkpoint(net[:3], x, **options)), x, **options)
+        return checkpoint(net, x, **options)
+
+    assert_network_like_plain(run, prepare=add_hooks)
+    assert len(fired) == 2
+
+
+# Random numbers, running statistics, modes, hooks, attributes and buffers in a recomputation
+
+CHOSEN = {name: RUNS[name] for name in ("a module", "a closure", "CheckpointFunction")}
+
+
+@pytest.mark.parametrize("run", CHOSEN)
+def test_running_statistics_are_updated_once_with_or_without_a_backward(run):
+    plain, ours = networks()
+    call = functools.partial(RUNS[run], ours)
+    for _ in range(2):
+        x = tensor(5, 4).requires_grad_()
+        call(x), plain(x)
+        outcome(call, [x]), outcome(plain, [x])
+    with torch.no_grad():
+        call(x), plain(x)
+    assert ours[1].num_batches_tracked == 5
+    assert_same_buffers(ours, plain)
+
+
+def test_forward_hooks_fire_once_and_what_they_compute_for_a_loss_is_saved():
+    results, fired = [], []
+    for run in (plain_call, *CHOSEN.values()):
+        torch.manual_seed(0)
+        net, x, penalties = network(), tensor(5, 4).requires_grad_(), []
+        for i, module in enumerate(net.modules()):
+            module.register_forward_pre_hook(lambda m, a, i=i: fired.append(f"before {i}"))
+            module.register_forward_hook(lambda m, a, kw, o, i=i: fired.append(f"after {i}"), with_kwargs=True)
+        net[2].register_forward_hook(lambda m, a, o, seen=penalties: seen.append(o.square().exp().mean()))
+        (run(net, x).square().sum() + penalties[0]).backward()
+        assert len(penalties) == 1
+        assert len(fired) == len(set(fired)) == 12
+        fired.clear()
+        results.append([x.grad, *(p.grad for p in net.parameters())])
+    for each in results[1:]:
+        assert_same_tensors(each, results[0])
+
+
+def _none(_: Any) -> None:
+    return None
+
+
+# Each is put on the first layer.
+HOOKS = {
+    "returns another output that saves": lambda m: m.register_forward_hook(lambda m, a, o: o * o.exp()),
+    "returns other arguments": lambda m: m.register_forward_pre_hook(lambda m, a: (a[0] * 3,)),
+    "changes the output in place": lambda m: m.register_forward_hook(lambda m, a, o: _none(o.mul_(3))),
+    "sets a weight": nn.utils.weight_norm,
+    "prunes a weight": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "draws and does nothing": lambda m: m.register_forward_pre_hook(lambda m, a: _none(torch.rand(()))),
+    "draws from PyTorch": lambda m: m.register_forward_hook(lambda m, a, o: o * torch.rand(())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_that_affect_the_computation_fire_again(hook):
+    assert_network_like_plain(checkpoint, prepare=lambda net: HOOKS[hook](net[0]))
+
+
+MODES = {"evaluation mode": (True, False), "training mode": (False, True), "a frozen norm": (False, False)}
+
+
+@pytest.mark.parametrize(*grid(modes=MODES, run=CHOSEN, strength=1))
+def test_modules_are_recomputed_in_the_modes_of_the_forward(modes, run):
+    """Two calls before the backward, after which each module has the mode that it had before it."""
+    before, after = MODES[modes]
+    results = []
+    for each in (plain_call, RUNS[run]):
+        torch.manual_seed(0)
+        net = network().train(before)
+        net[3].train()
+        x, y = tensor(5, 4).requires_grad_(), tensor(5, 4).requires_grad_()
+        loss = each(net, x).square().sum() + 2 * each(net, y).square().sum()
+        net.train(after)
+        loss.backward()
+        assert {module.training for module in net.modules()} == {after}
+        results.append([x.grad, y.grad, *(parameter.grad for parameter in net.parameters()), *net.buffers()])
+    assert_same_tensors(*results)

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import small_model
-from matplotlib.figure import Figure
-from matplotlib.text import Text
 from safetensors import torch as safetensors
 from samples import DEMOS, DIGITS
-from training.results import plot_curves
 
 from efficient_densenet import DenseNet, fc_densenet56, features, list_models
 from efficient_densenet import __main__ as command
@@ -129,17 +126,3 @@ def test_torch_hub_builds_the_models_of_the_zoo():
     assert set(list_models()) <= set(runpy.run_path(str(ROOT / "hubconf.py")))
     model = torch.hub.load(str(ROOT), "densenet121", source="local", num_classes=3, block_config=(1, 1))
     assert model.num_classes == 3
-
-
-def test_pictures_have_plain_numbers_and_the_name_of_the_data(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    losses = {"train_loss": 2.0, "valid_loss": 3.0, "train_error": 0.5, "valid_error": 0.6, "test_error": ""}
-    rows = [losses | {"epoch": epoch, "train_loss": 2 / epoch**2} for epoch in range(1, 9)]
-    plot_curves(tmp_path, rows, "DenseNet", "image folder some/xrays")
-    texts = []
-    for figure in figures:
-        figure.canvas.draw()
-        texts += [each.get_text() for each in figure.findobj(Text)]
-    assert {"0.05", "0.5", "1", "2", "DenseNet, xrays"} <= set(texts)
-    assert not [text for text in texts if "10^" in text]

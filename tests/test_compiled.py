@@ -179,6 +179,7 @@ def test_without_gradients_under_autocast_and_a_hook_on_all_modules():
     assert seen.count(nn.Conv2d) >= 2 * sum(isinstance(module, nn.Conv2d) for module in plain.modules())
 
 
+@pytest.mark.exhaustive
 def test_a_graph_saves_the_features_and_their_statistics():
     """Neither concatenations nor bottlenecks are saved."""
     model, saved = small_model("bc", block_config=(3,), efficient="shared"), []
@@ -220,6 +221,7 @@ class Scaled(NewestFirst):
         return super().forward(x * self.scale) if self.scale != 1.0 else super().forward(x)
 
 
+@pytest.mark.exhaustive
 @reads_converted_modules
 @pytest.mark.filterwarnings("ignore:falling back")
 def test_converting_an_author_s_attribute_and_restoring_after_compiling_are_noticed():

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from samples import DEMOS, DIGITS, TINY, demo, refused, write_folder
+from samples import DEMOS, DIGITS, IMAGE, TINY, demo, refused, write_folder
 
 ROOT = DEMOS.parent
 
@@ -34,15 +35,6 @@ def test_the_committed_model_has_the_stated_error(tmp_path):
     command = json.loads((DIGITS / "config.json").read_text())["options"]
     assert (command["seed"], command["data"], command["depth"]) == (0, None, 22)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_predict_command_of_the_training_page(tmp_path):
-    line = re.search(r"python (demos/predict\.py demos/.*)", (ROOT / "docs" / "training.md").read_text())[1]
-    done = demo("predict.py", *line.split()[1:], cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    for printed, image in zip(done.stdout.splitlines(), re.findall(r"\S+\.png", line), strict=True):
-        name = Path(image).stem.removeprefix("digit_")
-        assert re.match(rf"{image}: {name} \(\d+\.\d%\)", printed), printed
 
 
 def test_training_on_and_predicting_own_images(tmp_path):
@@ -84,3 +76,30 @@ def test_a_demo_prefers_the_package_beside_it_to_an_installed_one(cloned, tmp_pa
     command = [sys.executable, "clone/demos/cp_demo.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert done.stderr.strip() == ("the package of the clone" if cloned else "the installed package")
+
+
+# What predict prints, what it refuses, and where nobody reads
+
+
+def test_predict_reports_what_is_wrong(tmp_path):
+    (tmp_path / "a.png").write_text("not an image")
+    model = ("--model", str(DIGITS))
+    done = demo("predict.py", *model, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: the following arguments are required: IMAGE" in done.stderr
+    refused(demo("predict.py", "b.png", *model, cwd=tmp_path), "b.png is neither a file nor a folder")
+    done = demo("predict.py", "a.png", *model, cwd=tmp_path)
+    assert "note: a.png is not an image that can be decoded" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2), done.stderr
+    refused(demo("predict.py", "a.png", "--model", "nowhere", cwd=tmp_path), "nowhere does not exist")
+    refused(demo("predict.py", "a.png", *model, "--top", "0", cwd=tmp_path), "top is 0, but must be a whole number")
+
+
+@pytest.mark.exhaustive
+def test_predict_that_is_interrupted(tmp_path):
+    command = [sys.executable, str(DEMOS / "predict.py"), *[IMAGE] * 5000, "--model", str(DIGITS)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().startswith(IMAGE)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (128 + signal.SIGINT, "interrupted\n")

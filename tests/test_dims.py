@@ -1,6 +1,6 @@
 """Networks on signals (1d) and volumes (3d): their structure, dtypes and errors.
 
-`test_matches_plain` has their numbers, `test_handed_on` their memory formats.
+`test_matches_plain` has their numbers, `test_shared` their memory formats.
 """
 
 import copy

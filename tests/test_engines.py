@@ -1,4 +1,4 @@
-"""The choice of an engine: names, copies, what each engine refuses, fallbacks, and what runs without gradients."""
+"""The choice of an engine: names, copies, what each refuses, fallbacks, reports, what runs without gradients."""
 
 import contextlib
 import copy
@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from grids import grid
 from helpers import (
     MEMORY_EFFICIENT,
@@ -20,15 +21,11 @@ from helpers import (
     with_engine,
 )
 from torch import nn
+from training.models import describe_engines
 
-from efficient_densenet import DenseBlock, DenseLayer
+from efficient_densenet import DenseBlock, DenseLayer, DenseNet, kernels
 from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import choose
-
-
-@pytest.fixture(autouse=True)
-def _nothing_told(monkeypatch):
-    monkeypatch.setattr(choose, "_warned", set())
 
 
 def _assert_draws_plain_s_numbers(plain: nn.Module, x: torch.Tensor) -> list[tuple[int, ...]]:
@@ -62,17 +59,13 @@ def test_dropout_with_weights_in_any_order(dims, dtype, channels_last, changed, 
     plain = DenseBlock(3, 3, 4, 4, drop_rate=0.3, efficient=False, dims=dims).to(dtype)
     x = torch.randn(2, 3, *[5] * dims, dtype=dtype)
     x = x.contiguous(memory_format=CHANNELS_LAST[x.dim()]) if channels_last else x
-    before = torch.get_num_threads()
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
-    try:
-        torch.set_num_threads(threads)
-        for change in (_stored_as_hwoi, lambda weight: weight.contiguous(memory_format=CHANNELS_LAST[x.dim()])):
-            for name, parameter in plain.named_parameters():
-                if changed in name:
-                    parameter.data = change(parameter.data)
-            _assert_draws_plain_s_numbers(plain, x)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)
+    for change in (_stored_as_hwoi, lambda weight: weight.contiguous(memory_format=CHANNELS_LAST[x.dim()])):
+        for name, parameter in plain.named_parameters():
+            if changed in name:
+                parameter.data = change(parameter.data)
+        _assert_draws_plain_s_numbers(plain, x)
 
 
 @pytest.mark.parametrize("dims", [2, 3])
@@ -315,15 +308,19 @@ def test_block_and_layer_without_a_model(engine):
     assert_close(block.denselayer1(features[0]), features[1])
 
 
-def test_sizes_may_be_numpy_s_numbers_as_in_modules_of_pytorch():
+@pytest.mark.parametrize("kind", [lambda pair: tuple(map(np.int64, pair)), list], ids=["NumPy", "lists"])
+def test_settings_may_be_numpy_s_numbers_and_lists_as_in_modules_of_pytorch(kind):
+    """As in models whose settings come from JSON or YAML."""
     sizes = {"growth_rate": np.int64(5), "bn_size": np.int64(3), "num_init_features": np.int64(7)}
     plain = small_model("imagenet", drop_rate=np.float32(0.25), efficient=False, **sizes)
     for module in plain.modules():
         if isinstance(module, nn.Conv2d):
             module.out_channels = np.int64(module.out_channels)
-            module.stride, module.padding = (tuple(map(np.int64, pair)) for pair in (module.stride, module.padding))
+            for name in ("kernel_size", "stride", "padding", "dilation"):
+                setattr(module, name, kind(getattr(module, name)))
         elif isinstance(module, nn.BatchNorm2d):
             module.eps = np.int64(1)
+    plain.features.transition1.pool = nn.AvgPool2d([2, 2], [2], [0, 0])
     assert_same_step(with_engine(plain, "shared"), plain, random_images("imagenet"))
 
 
@@ -336,12 +333,51 @@ def test_inputs_of_other_kinds_are_refused():
         small_model("bc").float()(torch.zeros(2, 3, 8, 8, dtype=torch.float64))
 
 
-def test_settings_of_convolutions_and_poolings_may_be_lists():
-    """As in models whose settings come from JSON or YAML; PyTorch takes them."""
-    plain = small_model("bc", efficient=False)
-    for module in plain.modules():
-        for name in ("kernel_size", "stride", "padding", "dilation"):
-            if isinstance(getattr(module, name, None), tuple):
-                setattr(module, name, list(getattr(module, name)))
-    plain.features.transition1.pool = nn.AvgPool2d([2, 2], [2], [0, 0])
-    assert_same_step(with_engine(plain, "shared"), plain, random_images("bc"))
+# The engine that a run reports is the one that runs, with the kernels of the model's device and dtype
+
+
+def _model(efficient: bool | str = True, **overrides) -> DenseNet:
+    return DenseNet(4, (2, 1), num_init_features=4, efficient=efficient, **overrides)
+
+
+def _with_kernels(monkeypatch: pytest.MonkeyPatch, triton: bool, numba: bool) -> None:
+    monkeypatch.setattr(kernels, "triton_supports", lambda values: triton)
+    monkeypatch.setattr(kernels, "numba_supports", lambda values: numba)
+
+
+@pytest.mark.parametrize("engine", [True, "shared", "plain", "official", "checkpoint"])
+@pytest.mark.parametrize(("triton", "numba", "name"), [(1, 0, "Triton"), (0, 1, "Numba"), (0, 0, "portable")])
+def test_engines_and_their_kernels(engine, triton, numba, name, monkeypatch):
+    _with_kernels(monkeypatch, triton, numba)
+    expected = f"shared ({name})" if engine in (True, "shared") else engine
+    assert describe_engines(_model(engine), 2, 8) == expected
+    compiled = describe_engines(_model(engine), 2, 8, compiled=True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    block = _model(engine).get_submodule("features.denseblock1")
+    assert compiled.split(" ")[0] == choose.plan_block(block, torch.randn(2, 4, 8, 8)).engine.value
+
+
+@pytest.mark.parametrize("small_inputs", [True, False])
+@pytest.mark.parametrize("amp_dtype", [None, torch.bfloat16])
+def test_the_reported_kernels_are_those_of_a_step(small_inputs, amp_dtype, monkeypatch):
+    used, numba_supports = set(), kernels.numba_supports
+
+    def note(values: torch.Tensor) -> bool:
+        used.add(f"shared ({'Numba' if numba_supports(values) else 'portable'})")
+        return numba_supports(values)
+
+    model = _model(small_inputs=small_inputs)
+    with torch.autocast("cpu", amp_dtype, enabled=amp_dtype is not None):
+        reported = describe_engines(model, 2, 32)
+        monkeypatch.setattr(kernels, "numba_supports", note)
+        loss = F.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.tensor([0, 1]))
+    loss.backward()
+    assert used == {reported}
+
+
+@pytest.mark.filterwarnings("ignore:falling back")
+def test_blocks_that_differ_are_reported_one_by_one(monkeypatch):
+    _with_kernels(monkeypatch, triton=False, numba=False)
+    model = _model()
+    model.get_submodule("features.denseblock2.denselayer1.conv1").register_forward_hook(lambda *_: None)
+    assert describe_engines(model, 2, 8) == "shared (portable) in denseblock1, checkpoint in denseblock2"

@@ -7,9 +7,10 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def _examples_are_importable(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
@@ -97,7 +98,6 @@ def refuse(monkeypatch, name: str, data: Path, out: Path, *words: str) -> str:
     return str(stopped.value)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_engines_agree_and_an_interrupted_run_ends_like_a_whole_one(name, tmp_path, monkeypatch, capsys):
     program, data = PROGRAMS[name], write_data(name, tmp_path)
@@ -166,7 +166,6 @@ def _predicting_gives_the_run_s_own_numbers(name: str, data: Path, out: Path) ->
         np.testing.assert_allclose(predicted.loc[own.index, label], column, atol=2e-4)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys):
     program, data = load("segmentation"), write_data("segmentation", tmp_path)
 
@@ -192,32 +191,10 @@ def table_of(folder: Path, columns: str, *rows: str) -> Path:
     return path
 
 
+Change = Callable[[Path], Path | None]
 CHEXPERT = "Path,Sex,Age,Frontal/Lateral,AP/PA,No Finding,Edema"
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
-@pytest.mark.parametrize(
-    ("columns", "rows", "sentence"),
-    [
-        ("Image Index,Finding Labels", ["a.png,Mass"], "has the columns Image Index, Finding Labels, but needs"),
-        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,maybe"], "line 2: Edema is maybe, but must be 1, 0, -1 or"),
-        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,2"], "line 2: Edema is 2, but must be"),
-        (CHEXPERT, ["a.png,F,60,Frontal,AP,,1"], "line 2: no patient is named"),
-        (CHEXPERT, ["patient01/a.png,F,60,Frontal,AP,,1"], "1 of 1 pictures are not in .*, such as patient01/a.png"),
-        (CHEXPERT, ["patient01/b.png,F,60,Frontal,AP,,1"], "has 1 patients, too few to split"),
-    ],
-)
-def test_chest_xray_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
-    (tmp_path / "patient01").mkdir()
-    Image.new("L", (8, 8)).save(tmp_path / "patient01" / "b.png")
-    data = table_of(tmp_path, columns, *rows)
-    assert sentence.split(".*")[0] in (found := refuse(monkeypatch, "chest_xray", data, tmp_path / "out")), found
-    assert sentence.split(".*")[-1] in found
-    missing = refuse(monkeypatch, "chest_xray", data, tmp_path / "out", "--labels", "Hernia")
-    assert "lacks the label Hernia" in missing or "needs" in missing
-
-
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, capsys):
     tables, chest_xray = load("xray_tables"), load("chest_xray")
     rows = []
@@ -269,7 +246,6 @@ def write_dicom(path: Path, values: np.ndarray, **tags) -> None:
 RAMP = np.arange(4096).reshape(64, 64)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_xrays_of_sixteen_bits_keep_their_levels(tmp_path, capsys):
     images, options = load("xray_images"), xray_options(tmp_path)
     Image.fromarray((RAMP + 500).astype(np.uint16)).save(tmp_path / "a.png")
@@ -298,7 +274,6 @@ def test_xrays_of_sixteen_bits_keep_their_levels(tmp_path, capsys):
     assert "48.8% are black" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
     images, options = load("xray_images"), xray_options(tmp_path)
     cases = {
@@ -328,30 +303,90 @@ def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
         images.read(tmp_path / "color.dcm", options)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
-def test_what_is_wrong_is_one_sentence_before_a_model_is_built(tmp_path, monkeypatch, capsys):
-    data = write_data("chest_xray", tmp_path)
+def _table(columns: str, *rows: str) -> Change:
+    return lambda data: table_of(data.parent, columns, *rows)
 
-    def refused(*words: str, csv: Path = data, out: Path = tmp_path / "out") -> str:
-        return refuse(monkeypatch, "chest_xray", csv, out, *words)
 
-    assert "cannot be read as a CSV" in refused(csv=tmp_path)
-    assert "cannot be read as a CSV" in refused(csv=tmp_path / "absent.csv")
-    (tmp_path / "zip.csv").write_bytes(b"PK\x03\x04\xff\xfe")
-    assert "cannot be read as a CSV" in refused(csv=tmp_path / "zip.csv")
-    assert "argument --batch_size: 0 is no whole number of 1 or more" in refused("--batch_size", "0")
-    assert "--image_size: 16 is no whole number of 32 or more" in refused("--image_size", "16")
-    (tmp_path / "file").touch()
-    assert "cannot be written" in refused(out=tmp_path / "file")
-    run_folder = tmp_path / "run"
+def _file(name: str, content: bytes | None) -> Change:
+    """Another content of a file, or none."""
+    return lambda data: ((data if data.is_dir() else data.parent) / name).write_bytes(content or b"") and None
+
+
+def _replaced(name: str, old: str, new: str) -> Change:
+    return lambda data: (data / name).write_text((data / name).read_text().replace(old, new)) and None
+
+
+def _image(name: str, mode: str, size: tuple[int, int], color: Any = 0) -> Change:
+    return lambda data: Image.new(mode, size, color).save(data / name)
+
+
+def _flat_volume(name: str, *shape: int) -> Change:
+    def change(data: Path) -> None:
+        nibabel = pytest.importorskip("nibabel")
+        nibabel.save(nibabel.Nifti1Image(np.zeros(shape, np.uint8), np.eye(4)), data / name)
+
+    return change
+
+
+MASK, LABEL, VOLUMES = "val_labels/0001_L.png", "labelsTr/organ_002.nii.gz", "volume,label"
+REFUSED: dict[str, list[tuple[Change, str]]] = {
+    "chest_xray": [
+        (_table("Image Index,Finding Labels", "a.png,Mass"), "has the columns Image Index, Finding Labels, but needs"),
+        (_table(CHEXPERT, "patient01/a.png,F,60,Frontal,AP,,maybe"), "line 2: Edema is maybe, but must be 1, 0, -1 or"),
+        (_table(CHEXPERT, "a.png,F,60,Frontal,AP,,1"), "line 2: no patient is named"),
+        (_table(CHEXPERT, "patient01/a.png,F,60,Frontal,AP,,1"), "1 of 1 pictures are not in "),
+        (lambda data: data.parent, "cannot be read as a CSV"),
+        (_file("images/00000001_1.png", b"no image"), "00000001_1.png cannot be read"),
+    ],
+    "segmentation": [
+        (_image(MASK, "L", (90, 64)), "has 96 × 64 pixels, but its mask 0001_L.png 90 × 64"),
+        (lambda data: (data / MASK).unlink(), "has no mask 0001.png or 0001_L.png"),
+        (_image(MASK, "RGB", (96, 64), (1, 2, 3)), "has pixels of [1, 2, 3], which no line of"),
+        (_file("val/0001.png", b"no image"), "val/0001.png or its mask"),
+        (_image("val/0001.png", "I;16", (96, 64)), "(more than 8 bits a channel: convert it to 8)"),
+        (_replaced("classes.csv", "64,0,128", "64,x,128"), "line 5: r, g and b must be whole numbers"),
+        (lambda data: (data / "classes.csv").unlink(), "classes.csv is missing, with the column name"),
+    ],
+    "volumes": [
+        (_table("volume,class", "000.nii.gz,1"), "lacks the column label: it has volume, class"),
+        (_table(VOLUMES, "000.nii.gz,1", "001.nii.gz,"), "line 3: the label is blank"),
+        (_table(VOLUMES, "b.nii.gz,1"), "b.nii.gz is missing"),
+        (_file("000.nii.gz", b"no volume"), "000.nii.gz cannot be read (File "),
+        (_table(VOLUMES, "000.nii.gz,1"), "no volume of 1 is in "),
+    ],
+    "segment_volumes": [
+        (_flat_volume(LABEL, 4, 4, 4), "the image's shape is (32, 32, 32) and the label's (4, 4, 4)"),
+        (lambda data: (data / LABEL).unlink(), "organ_002.nii.gz is missing, the label of a training volume"),
+        (
+            _replaced("dataset.json", '"2": "tumor"', '"3": "tumor"'),
+            "has the labels [0, 1, 3], but must have 0",
+        ),
+        (_replaced("dataset.json", '"training"', '"train"'), "dataset.json cannot be read ('training')"),
+    ],
+}
+"""Changes of the data, of which some return other data, and sentences."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_do_not_fit_are_refused(name, tmp_path, monkeypatch):
+    for i, (change, sentence) in enumerate(REFUSED[name]):
+        data = write_data(name, tmp_path / str(i))
+        found = refuse(monkeypatch, name, change(data) or data, tmp_path / "out")
+        assert sentence in found, found
+
+
+def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys):
+    data, run_folder = write_data("chest_xray", tmp_path), tmp_path / "run"
     run_folder.mkdir()
     (run_folder / "checkpoint.pt").touch()
-    assert "holds a run: add --resume" in refused(out=run_folder)
-    image = sorted((data.parent / "images").iterdir())[3]
-    pixels = image.read_bytes()
-    image.write_bytes(pixels[:25])
-    assert f"{image} cannot be read" in refused()
-    assert "test_list" in refused("--no_check", "--test_list", str(tmp_path))
+    for sentence, out, *words in (
+        ("argument --batch_size: 0 is no whole number of 1 or more", "out", "--batch_size", "0"),
+        ("lacks the label Hernia", "out", "--labels", "Hernia"),
+        ("test_list", "out", "--no_check", "--test_list", str(tmp_path)),
+        ("cannot be written", "run/checkpoint.pt"),
+        ("holds a run: add --resume", "run"),
+    ):
+        assert sentence in refuse(monkeypatch, "chest_xray", data, tmp_path / out, *words)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         load("chest_xray").main(["--out", "x"])
@@ -359,7 +394,6 @@ def test_what_is_wrong_is_one_sentence_before_a_model_is_built(tmp_path, monkeyp
     assert capsys.readouterr().err == "error: --data is missing (--help explains each option)\n"
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_a_file_that_breaks_later_is_named_and_left_out(tmp_path, monkeypatch, capsys):
     data = write_data("chest_xray", tmp_path)
     image = sorted((data.parent / "images").iterdir())[3]
@@ -395,7 +429,6 @@ def test_a_package_that_is_not_installed_is_named(absent, tmp_path):
             assert "--resume" in done.stdout, done.stderr
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_splits_are_stratified_and_by_patient():
     split = load("common").split_by_patient
     import pandas as pd
@@ -411,41 +444,6 @@ def test_splits_are_stratified_and_by_patient():
     assert set(split(patients, 0, valid=0.125, test=0)) == {"train", "valid"}
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
-def test_segmentation_refuses_folders_and_masks(tmp_path, monkeypatch):
-    data = write_data("segmentation", tmp_path)
-
-    def refused(*words: str) -> str:
-        return refuse(monkeypatch, "segmentation", data, tmp_path / "out", *words)
-
-    mask, classes = data / "val_labels" / "0001_L.png", data / "classes.csv"
-    right, text = mask.read_bytes(), classes.read_text()
-    Image.open(mask).crop((0, 0, 90, 64)).save(mask)
-    assert "has 96 × 64 pixels, but its mask 0001_L.png 90 × 64" in refused()
-    mask.unlink()
-    assert "has no mask 0001.png or 0001_L.png" in refused()
-    Image.new("RGB", (96, 64), (1, 2, 3)).save(mask)
-    assert "has pixels of [1, 2, 3], which no line of" in refused()
-    mask.write_bytes(right)
-    assert "has no class Fog" in refused("--ignore", "Fog")
-    assert "Fog.csv is missing" in refused("--classes", str(data / "Fog.csv"))
-    classes.write_text(text.replace("name,r", "name,red"))
-    assert "lacks the column r" in refused()
-    classes.write_text(text)
-    image = data / "val" / "0001.png"
-    pixels = image.read_bytes()
-    image.write_bytes(pixels[:20])
-    assert "val/0001.png or its mask" in refused()
-    Image.fromarray(np.zeros((64, 96), np.uint16)).save(image)
-    assert "(more than 8 bits a channel: convert it to 8)" in refused()
-    image.write_bytes(pixels)
-    classes.write_text(text.replace("64,0,128", "64,x,128"))
-    assert "line 5: r, g and b must be whole numbers" in refused()
-    classes.unlink()
-    assert "classes.csv is missing, with the column name" in refused()
-
-
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
     masks = load("masks")
     (tmp_path / "classes.csv").write_text("name,r,g,b\nCar,1,0,0\nTruck,2,0,0\nCar,3,0,0\nVoid,0,0,0\n")
@@ -472,51 +470,6 @@ def test_masks_of_numbers_and_rows_of_one_name(tmp_path):
     np.testing.assert_allclose(weights, [0.675 / 0.5 * 1, 0.625 / 0.75, 0], atol=0.3)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
-@pytest.mark.parametrize(
-    ("columns", "rows", "sentence"),
-    [
-        ("volume,class", ["a.nii.gz,1"], "lacks the column label: it has volume, class"),
-        ("volume,label", ["a.nii.gz,1", "a.nii.gz,"], "line 3: the label is blank"),
-        ("volume,label", ["b.nii.gz,1"], "b.nii.gz is missing"),
-        ("volume,label", ["flat.nii.gz,1"], "flat.nii.gz cannot be read (its shape is 4 × 4, but must have three"),
-        ("volume,label", ["bad.nii.gz,1"], "bad.nii.gz cannot be read (File "),
-        ("volume,label", ["a.nii.gz,1"], "no volume of 1 is in "),
-    ],
-)
-def test_volumes_refuses_a_table(columns, rows, sentence, tmp_path, monkeypatch):
-    nibabel = pytest.importorskip("nibabel")
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4), np.float32), np.eye(4)), tmp_path / "flat.nii.gz")
-    (tmp_path / "bad.nii.gz").write_bytes(b"no volume")
-    assert sentence in refuse(monkeypatch, "volumes", table_of(tmp_path, columns, *rows), tmp_path / "out")
-
-
-@pytest.mark.usefixtures("_examples_are_importable")
-def test_segment_volumes_refuses_folders(tmp_path, monkeypatch):
-    import nibabel
-
-    data = write_data("segment_volumes", tmp_path)
-
-    def refused() -> str:
-        return refuse(monkeypatch, "segment_volumes", data, tmp_path / "out")
-
-    described, label = data / "dataset.json", data / "labelsTr" / "organ_002.nii.gz"
-    right, text = label.read_bytes(), described.read_text()
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.uint8), np.eye(4)), label)
-    assert "the image's shape is (32, 32, 32) and the label's (4, 4, 4)" in refused()
-    label.unlink()
-    assert f"{label} is missing, the label of a training volume" in refused()
-    label.write_bytes(right)
-    described.write_text(text.replace('"2": "tumor"', '"3": "tumor"'))
-    assert "has the labels [0, 1, 3], but must have 0 for the background" in refused()
-    described.write_text(text.replace('"training"', '"train"'))
-    assert "dataset.json cannot be read ('training')" in refused()
-    described.unlink()
-    assert "dataset.json cannot be read" in refused()
-
-
-@pytest.mark.usefixtures("_examples_are_importable")
 @pytest.mark.parametrize(
     ("name", "words"), [("chest_xray", ("--model", "torchxrayvision")), ("volumes", ("--model", "monai"))]
 )
@@ -529,7 +482,6 @@ def test_models_of_other_libraries_are_converted(name, words, capsys):
     assert model(torch.rand(1, 1, *[32] * (2 if name == "chest_xray" else 3))).shape == (1, 3)
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 def test_weights_of_a_file_three_channels_low_precision_and_workers(tmp_path, monkeypatch):
     program, data = load("chest_xray"), write_data("chest_xray", tmp_path)
     import torch
@@ -549,7 +501,6 @@ def test_weights_of_a_file_three_channels_low_precision_and_workers(tmp_path, mo
         run(monkeypatch, "chest_xray", data, tmp_path / "264", "--weights", "DEFAULT", "--model", "densenet264")
 
 
-@pytest.mark.usefixtures("_examples_are_importable")
 @pytest.mark.parametrize("loss", ["cross_entropy", "dice", "focal", "lovasz", "tversky"])
 def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
     segmentation = load("segmentation")
@@ -562,20 +513,3 @@ def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
     loss_of(logits, masks).backward()
     assert logits.grad[:, :, 2:].abs().max() > 0
     assert logits.grad[:, :, :2].abs().max() == 0
-
-
-@pytest.mark.usefixtures("_examples_are_importable")
-def test_the_interval_of_an_auroc(tmp_path):
-    common = load("common")
-    import torch
-
-    options = common.make_parser("", epochs=1).parse_args(["--out", str(tmp_path)])
-    options.resamples = 200
-    targets = torch.arange(40) % 2
-    scores = targets + torch.randn(40)
-    low, high = common.auroc_interval(scores, targets, np.arange(40), options)
-    assert low < common.auroc(scores, targets) < high
-    wider = common.auroc_interval(scores, targets, np.arange(40) // 8, options)
-    same = common.auroc_interval(scores, torch.zeros(40, dtype=torch.int), np.arange(40), options)
-    assert np.isnan(same).all()
-    assert wider != (low, high)

@@ -76,6 +76,7 @@ def test_other_classes_get_a_new_classifier(place):
     assert f"test error {_test_error(done)}%" in demo("cp_demo.py", "--evaluate", "run", cwd=place).stdout
 
 
+@pytest.mark.exhaustive
 def test_the_same_classes_keep_their_classifier(place):
     done = demo("cp_demo.py", "--weights", str(DIGITS), "--save", "run", *FEW_DIGITS, cwd=place)
     assert "classifier" not in done.stdout, done.stderr

@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from efficient_densenet.checkpoint import checkpoint
-from efficient_densenet.engine import choose
 from efficient_densenet.models.backbone import MAPS
 
 HOOK_TYPES = ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"]
@@ -196,8 +195,7 @@ def test_hooks_of_parameters_stay_where_saved_tensors_have_hooks(hooks):
     assert_all_close(*grads)
 
 
-def test_global_module_hook_falls_back_with_a_warning_or_raises(monkeypatch):
-    monkeypatch.setattr(choose, "_warned", set())
+def test_global_module_hook_falls_back_with_a_warning_or_raises():
     model = small_model("bc", efficient=True)
     seen = []
     handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))

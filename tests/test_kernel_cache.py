@@ -6,7 +6,6 @@ import random
 import shutil
 import signal
 import stat
-import time
 from pathlib import Path
 
 import pytest
@@ -147,18 +146,6 @@ def test_processes_that_compile_at_once_and_one_is_killed_while_it_writes(cache,
     (left,) = cache.glob("*.tmp")
     assert in_child(load) == 1
     assert left.exists()
-
-
-def test_files_that_nobody_used_for_long_are_removed(cache):
-    keys, long_ago = [b"used", b"old"], (time.time() - disk_cache.KEPT_SECONDS - 9,) * 2
-    for key in keys:
-        disk_cache.store("any", key, b"content")
-    for key in keys:
-        os.utime(disk_cache._file(cache, "any", key), long_ago)
-    assert disk_cache.load("any", b"used") == b"content"
-    disk_cache.store("any", b"another", b"content")
-    assert [disk_cache.load("any", key) is not None for key in keys] == [True, False]
-    assert load()
 
 
 def test_the_key_depends_on_every_source_file(tmp_path, monkeypatch):

@@ -97,13 +97,9 @@ def test_a_step_takes_what_was_predicted(family, engine, precision):
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_stem_in_bf16_takes_what_was_predicted_with_any_number_of_threads(threads):
     """On a processor with AMX oneDNN's convolutions of these images take megabytes a thread in bf16."""
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        _compare(DenseNet(8, (2,), small_inputs=False, dims=3, in_channels=1), (2, 1, 32, 32, 32), "bf16", 0.01)
-        _compare(DenseNet(16, (2,), small_inputs=False), (2, 3, 128, 128), "bf16", 0.01)
-    finally:
-        torch.set_num_threads(before)
+    _compare(DenseNet(8, (2,), small_inputs=False, dims=3, in_channels=1), (2, 1, 32, 32, 32), "bf16", 0.01)
+    _compare(DenseNet(16, (2,), small_inputs=False), (2, 3, 128, 128), "bf16", 0.01)
 
 
 def test_steps_in_float64_with_frozen_norms_in_channels_last_and_with_saved_bottlenecks():
@@ -280,9 +276,8 @@ def test_the_contexts_of_the_caller_and_forwards_that_are_set_on_modules_do_noth
     assert MetaModel(model).training_step(shape).tensor_peak == expected
 
 
-def test_the_model_and_the_random_numbers_are_left_alone(monkeypatch):
+def test_the_model_and_the_random_numbers_are_left_alone():
     """Hooks are not called, buffers do not change, and a warning that is due comes with the real step."""
-    monkeypatch.setattr(choose, "_warned", set())
     model, called = DenseNet(4, (2, 2), drop_rate=0.5), []
     for name in ("denseblock1", "denseblock2.denselayer1"):
         model.features.get_submodule(name).register_forward_hook(lambda *_: called.append("hook"))

@@ -57,7 +57,7 @@ ARITHMETIC = ["float32", "float64", *PRODUCTS]
 def arithmetic(request, monkeypatch):
     """The dtype of matrices. Kernels for bfloat16 multiply by the product of the parameter; where there is no AMX, by
     a model of its registers."""
-    name, num_threads = request.param, torch.get_num_threads()
+    name = request.param
     if name not in PRODUCTS:
         yield getattr(torch, name)
         return
@@ -72,7 +72,6 @@ def arithmetic(request, monkeypatch):
         monkeypatch.setattr(launch, "gemm_address_for", lambda dtype: _amx_model().address)
         torch.set_num_threads(1)
     yield torch.bfloat16
-    torch.set_num_threads(num_threads)
     for each in cached:
         each.cache_clear()
 
@@ -87,14 +86,6 @@ def _amx_model():
         model(m, n, k, a, a_row, a_column, b, b_row, accumulate != 0, c, c_row, zero)
 
     return product
-
-
-@pytest.fixture
-def num_threads():
-    """A function that sets the number of PyTorch's threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def _case(size, dtype, **options) -> Case:
@@ -128,9 +119,9 @@ def _fill_scratch_with_nan(monkeypatch):
     indirect=["arithmetic"],
 )
 def test_every_operation(
-    operation, arithmetic, size, setting, activation, dilation, padding, tile, threads, num_threads, monkeypatch
+    operation, arithmetic, size, setting, activation, dilation, padding, tile, threads, monkeypatch
 ):
-    num_threads(threads)
+    torch.set_num_threads(threads)
     monkeypatch.setattr(tiling, "TILE", tile)
     _fill_scratch_with_nan(monkeypatch)
     options = {"activation": activation, "dilation": dilation, "padding": padding, **SETTINGS[setting]}
@@ -227,9 +218,9 @@ def test_tensors_are_not_accessed_out_of_bounds(left_out):
     assert completed.stdout.endswith("all\n")
 
 
-def test_halos_stay_small(num_threads):
+def test_halos_stay_small():
     """Fewer threads run where a thread's rows would hardly outnumber those of its halo."""
-    num_threads(4)
+    torch.set_num_threads(4)
     case = Case((1, 16, 16, 16), 4, 8)
     columns = case.weight3x3.flatten(1).shape[1] // 4 * 8
     peak = tensor_peak(lambda: operations.conv3x3_forward(case.conv3x3))
@@ -238,8 +229,8 @@ def test_halos_stay_small(num_threads):
 
 
 @pytest.mark.parametrize("operation", ["conv3x3_forward_with_statistics", "conv3x3_backward"])
-def test_fewer_threads_than_requested_may_run(operation, num_threads, monkeypatch):
-    num_threads(4)
+def test_fewer_threads_than_requested_may_run(operation, monkeypatch):
+    torch.set_num_threads(4)
     run = openmp.run
     monkeypatch.setattr(tiling, "TILE", 5)
     monkeypatch.setattr(openmp, "run", lambda kernel, threads, record: run(kernel, threads - 1, record))

@@ -1,22 +1,29 @@
-"""Devices without kernels of their own, ROCm's and MPS, as far as a CPU shows: the portable kernels run there, with
-plain's numbers and by operations that PyTorch has, or a sentence says what cannot be."""
+"""Other devices as far as a CPU shows: what runs on ROCm's and MPS, and that a step never waits for its device."""
 
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torchgen
-from helpers import FAMILIES, assert_same_step, random_images, small_model, with_engine
+from checkpoint_outcomes import CountingOperations
+from grids import grid
+from helpers import FAMILIES, SIZES, assert_same_step, freeze_norms, random_images, small_model, with_engine
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training.distributed import _parse_device
 
-from efficient_densenet import doctor, kernels
+from efficient_densenet import DenseNet, doctor, kernels
 from efficient_densenet._tensors import meta_stands_for
 from efficient_densenet._torch_private import run_cpu_implementation
+from efficient_densenet.engine.stage import running_statistics as running
+from efficient_densenet.engine.stage.operator import STAGE
+from efficient_densenet.engine.stem.operator import STEM
+from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import predict
 
 NATIVE_FUNCTIONS = Path(torchgen.__file__).parent / "packaged/ATen/native/native_functions.yaml"
@@ -91,3 +98,72 @@ def test_the_doctor_knows_other_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 4))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "  PyTorch's operations: the Triton kernels are written for NVIDIA's GPUs" in list(doctor.report())
+
+
+# Neither a number nor a shape depends on values: tensors on the meta device have none, and reading one raises
+
+OPERATORS = torch.ops.efficient_densenet
+
+
+class WithinOperators(CountingOperations):
+    """Runs the operators of the package by their implementations, on the meta device too, and counts what they call.
+
+    Without it they would be opaque, and their fake implementations would run on the meta device.
+    """
+
+    implementations: ClassVar = {
+        OPERATORS.stage.default: STAGE.forward_implementation,
+        OPERATORS.stage_backward.default: STAGE.backward_implementation,
+        OPERATORS.update_running_statistics.default: running._update,
+        OPERATORS.stem.default: STEM.forward_implementation,
+        OPERATORS.stem_backward.default: STEM.backward_implementation,
+    }
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation not in self.implementations:
+            return super().__torch_dispatch__(operation, types, args, kwargs)
+        self.counts[operation] += 1
+        with self:
+            return self.implementations[operation](*args, **(kwargs or {}))
+
+
+def _average_cumulatively(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.momentum = None
+
+
+def _freeze_inner_norms(model: DenseNet) -> None:
+    freeze_norms(model, "norm2" if model.features.denseblock1.denselayer1.has_bottleneck else "norm1")
+
+
+CHANGES = {
+    "batch statistics": lambda model: None,
+    "cumulative averages": _average_cumulatively,
+    "frozen norms": freeze_norms,
+    "some frozen norms": _freeze_inner_norms,
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize(
+    *grid(
+        # plain's cumulative averages read a count
+        lambda engine, change, **_: engine == "shared" or change != "cumulative averages",
+        family=FAMILIES,
+        change=CHANGES,
+        engine=["shared", "checkpoint"],
+    )
+)
+def test_engines_do_not_wait_for_the_device(family, change, engine, monkeypatch):
+    monkeypatch.setitem(row_tiles.TILE_BYTES, "cuda", 3000)  # several tiles on other devices than the CPU
+    model = small_model(family, efficient=engine, drop_rate=0.2)
+    CHANGES[change](model)
+    images = torch.empty(3, 3, *SIZES[family], dtype=torch.double, device="meta", requires_grad=True)
+    labels = torch.zeros(3, dtype=torch.long, device="meta")
+    with WithinOperators() as operations:
+        nn.functional.cross_entropy(model.to("meta")(images), labels).backward()
+    assert images.grad.shape == images.shape
+    if engine == "shared":
+        assert operations.counts[OPERATORS.stage.default]
+        assert operations.counts[OPERATORS.stage_backward.default]

@@ -26,7 +26,6 @@ OPTIONAL = [
     "monai",
     "numba",
     "triton",
-    "scipy",
     "safetensors",
     "huggingface_hub",
 ]

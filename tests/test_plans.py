@@ -168,12 +168,6 @@ def _pruned_bottleneck(layer: nn.Module) -> None:
         _pruned(module, kept, dim)
 
 
-def _pruned_bottlenecks(features: nn.Module) -> None:
-    for name, layer in features.named_modules():
-        if name.rpartition(".")[2].startswith("denselayer"):
-            _pruned_bottleneck(layer)
-
-
 def _pruned_features(features: nn.Module) -> None:
     """One of the stem's channels less, and one of each layer of the first block, which transition1 reads too."""
     first, second, transition = *features.denseblock1.children(), features.transition1
@@ -224,7 +218,6 @@ def _part_of_larger_memory(conv: nn.Conv2d) -> None:
 
 CHANGES: dict[str, Change] = {
     "a pruned bottleneck": _of(LAYER, _pruned_bottleneck),
-    "pruned bottlenecks": _of("", _pruned_bottlenecks),
     "pruned features": _of("", _pruned_features),
     "a pruned transition and classifier": _pruned_transition,
     "a kernel of 5×5": _of(f"{LAYER}.conv2", _kernel((5, 5), padding=(2, 2))),

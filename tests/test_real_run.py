@@ -1,12 +1,10 @@
-"""A short training run on real images: `shared` deviates from plain no more than plain runs do from one another."""
+"""A short training run on digits: `shared` deviates from plain no more than plain runs do from one another."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from samples import CIFAR10_JPEG, write_photographs
 from torch import Tensor
 from training.data import load
 
@@ -22,10 +20,9 @@ FACTOR = 4
 """Tolerance, relative to the largest deviation among the plain runs."""
 
 
-def _batches(folder: Path) -> list[tuple[Tensor, Tensor]]:
-    """Of the JPEG copy of CIFAR-10, or of digits where it is not there."""
-    data = str(write_photographs(folder, train=STEPS * BATCH // 10, test=1)) if CIFAR10_JPEG.exists() else None
-    images, labels = load(data).train.images.expand(-1, 3, -1, -1), load(data).train.labels
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    train = load(None).train
+    images, labels = train.images.expand(-1, 3, -1, -1), train.labels
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))[: STEPS * BATCH]
     return [(images[part].float() / 127.5 - 1, labels[part]) for part in order.split(BATCH)]
 
@@ -64,12 +61,12 @@ def _without_sums(grad_input: Callable[..., BatchNormBackward]) -> Callable[...,
 
 
 @pytest.mark.exhaustive
-def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(tmp_path, monkeypatch):
+def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(monkeypatch):
     """BC-100-12, batch 8, 60 steps of SGD, its rate growing from 0.001 to 0.06, against three plain runs that sum in
     other orders. So deep a network amplifies rounding errors tenfold a step and more: the deviation of the loss is
     compared with the largest among the plain runs one step later, and that of the weights after the first steps.
     """
-    batches = _batches(tmp_path)
+    batches = _batches()
     reference, weights = _run("plain", batches)
 
     def deviations(engine: str, batches: list, **other) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 from efficient_densenet import kernels, make_efficient
 from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import operator
-from efficient_densenet.engine.recording import program, programs, recorder, slab
+from efficient_densenet.engine.recording import program, programs, recorder
 from efficient_densenet.engine.recording.program import Program
 from efficient_densenet.memory import tensor_peak
 
@@ -34,14 +34,6 @@ def _uninitialized_memory_is_nan():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def use(kernel_set: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,9 +303,9 @@ def test_tied_parameters_are_one_memory_only_while_they_are_tied():
     assert weights[0] is first.weight
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_each_part_of_the_key_matters():
     """A run has a program of its own for each value of what changes its kernels, allocations or launches."""
+    torch.set_num_threads(2)
     model, x = small_model("bc", efficient="shared").float(), torch.randn(2, 3, 8, 8)
     layer = model.features.denseblock1.denselayer1
     weight = layer.conv2.weight
@@ -368,9 +360,9 @@ def test_two_threads_replay_one_program(monkeypatch):
                 assert_equal(each, reference)
 
 
-@pytest.mark.usefixtures("two_threads")
 def test_a_program_runs_after_a_fork():
     """GNU OpenMP's threads do not exist in the child, whose one thread may sum in another order."""
+    torch.set_num_threads(2)
     model, x = small_model("bc", efficient="shared").float(), torch.randn(8, 3, 12, 12)
     for _ in range(3):
         results(model, x)
@@ -579,24 +571,6 @@ def test_the_least_recently_used_programs_are_forgotten(monkeypatch):
     for settings in ("a", "b", "a", "b", "b", "a", "c"):
         programs.run(lambda: [x + 1], settings, [x])
     assert [isinstance(entry, Program) for entry in programs.entries()] == [True, False]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_temporaries_that_live_at_once_do_not_overlap(seed):
-    class Temporary:
-        def __init__(self, nbytes: int, first: int, last: int) -> None:
-            self.nbytes, self.first, self.last = nbytes, first, last
-
-    generator = torch.Generator().manual_seed(seed)
-    numbers = torch.randint(0, 3000, (60, 3), generator=generator).tolist()
-    each = {i: Temporary(size, first % 40, first % 40 + more % 9) for i, (size, first, more) in enumerate(numbers)}
-    offsets, size = slab.plan(each)
-    assert all(offset % slab.ALIGNMENT == 0 for offset in offsets.values())
-    for a, b in itertools.combinations(each, 2):
-        if each[a].first <= each[b].last and each[b].first <= each[a].last:
-            low, high = sorted((a, b), key=offsets.__getitem__)
-            assert offsets[low] + each[low].nbytes <= offsets[high]
-    assert max(offsets[i] + each[i].nbytes for i in each) <= size < sum(each[i].nbytes + 512 for i in each)
 
 
 def test_a_long_run_is_not_recorded(monkeypatch):

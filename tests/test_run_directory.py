@@ -132,9 +132,6 @@ def test_a_flipped_bit_is_noticed_or_harmless(name, stopped, tmp_path):
     assert noticed > 20
 
 
-# What a run needs is checked before its first step
-
-
 # Images that changed since
 
 

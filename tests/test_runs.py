@@ -4,7 +4,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -26,8 +25,6 @@ from samples import (
 from training.loop import Trainer
 from training.models import load_model
 from training.run_directory import RunDirectory
-
-from efficient_densenet.models.layers import DenseLayer
 
 WORDS = (*RUN, "--n_epochs", "2", "--drop_rate", "0.1")
 
@@ -155,21 +152,6 @@ def test_a_run_killed_many_times_ends_with_the_same_results(tmp_path):
     assert list(killed.glob(".*")) == []
 
 
-def test_bottlenecks_are_kept_as_the_option_says_and_a_resumed_run_may_change_it(finished, tmp_path, monkeypatch):
-    kept, build = [], Trainer.__init__
-
-    def record(trainer, model, *others):
-        kept.append({layer.keep_bottleneck for layer in model.modules() if isinstance(layer, DenseLayer)})
-        build(trainer, model, *others)
-
-    monkeypatch.setattr(Trainer, "__init__", record)
-    shutil.copytree(finished / "run", tmp_path / "run")
-    for keep in ("True", "False", "None"):
-        done = demo("cp_demo.py", "--save", "run", "--resume", "--keep_bottleneck", keep, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert kept == [{True}, {False}, {None}]
-
-
 @pytest.mark.parametrize(
     ("script", "layout"),
     [
@@ -210,24 +192,3 @@ def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(
         refused(done, f"{tmp_path / 'own'} is absent or empty, but")
         words = ["--save", "run", "--data", "moved", "--stream", "--workers", "0"]
         assert "test error" in demo("cp_demo.py", goes_on, *words, cwd=tmp_path).stdout
-
-
-def test_memory_decides_micro_batches_and_says_what_batch_norms_see(tmp_path):
-    """The run is that of the micro-batch that was chosen, which its config has, and goes on with it anywhere."""
-    command = *TINY, "--n_epochs", "1", "--batch_size", "512", "--device", "cpu"
-    done = demo("cp_demo.py", *command, "--memory", "40MiB", "--save", "chosen", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    chosen = re.search(
-        r"memory: --memory 40MiB: (\d+) micro-batches of (\d+) images, as 512 images at once do not fit; "
-        r"batch norms take their statistics of \2 images at a time",
-        done.stdout,
-    )
-    assert chosen is not None, done.stdout
-    options = json.loads((tmp_path / "chosen" / "config.json").read_text())["options"]
-    assert (options["memory"], options["micro_batch_size"]) == ("40MiB", int(chosen[2]))
-    resumed = demo("cp_demo.py", "--save", "chosen", "--resume", "--memory", "1GiB", cwd=tmp_path)
-    assert "test error" in resumed.stdout, resumed.stderr
-    done = demo("cp_demo.py", *command, "--micro_batch_size", chosen[2], "--save", "given", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    rows = [read_rows(tmp_path / name)[0] for name in ("chosen", "given")]
-    assert rows[0]["train_loss"] == rows[1]["train_loss"]

@@ -21,7 +21,6 @@ from third_party_models import assert_same_training, build, image_batch, plain_r
 from torch import Tensor, nn
 
 from efficient_densenet import make_efficient
-from efficient_densenet.engine import choose
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 
@@ -135,9 +134,8 @@ def test_synchronized_norms_raise_a_sentence(family):
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap of grad"])
-def test_transforms_fall_back_with_one_warning_or_raise(transform, monkeypatch):
+def test_transforms_fall_back_with_one_warning_or_raise(transform):
     """Norms are in eval mode: PyTorch's `vmap` raises where one updates its statistics in place."""
-    monkeypatch.setattr(choose, "_warned", set())
     plain = small_model("bc", efficient=False).eval()
     x = random_images("bc", batch=3)
 

@@ -1,12 +1,14 @@
-"""The shared engine: settings of norms and layers beside those of `test_matches_plain`, and linear memory growth."""
+"""The shared engine: settings beside those of `test_matches_plain`, memory, formats of what stages hand on."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from helpers import (
     assert_all_close,
+    assert_close,
     assert_same_buffers,
     assert_same_step,
     nodes_of,
@@ -18,8 +20,10 @@ from helpers import (
 )
 from torch import Tensor, nn
 
-from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model
+from efficient_densenet import DenseBlock, DenseLayer, DenseNet, create_model, make_efficient
+from efficient_densenet._tensors import memory_format_of
 from efficient_densenet.engine import choose
+from efficient_densenet.engine.choose import Engine
 from efficient_densenet.kernels import row_tiles
 from efficient_densenet.memory import tensor_peak
 
@@ -38,29 +42,6 @@ def test_bottleneck_widths_may_differ_within_a_block(widths, kernels, monkeypatc
     efficient = copy.deepcopy(plain.double())
     efficient.engine = choose.parse("shared")
     assert_same_step(efficient, plain, torch.randn(4, 6, 9, 7, dtype=torch.double))
-
-
-def _outcome(model, x) -> str | torch.Tensor:
-    try:
-        return model(x).detach()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-
-
-@pytest.mark.filterwarnings("ignore:falling back")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("eps", [0.0, -0.5])
-@pytest.mark.parametrize("name", ["norm0", "denseblock1.denselayer1.norm2", "denseblock1", "norm5"])
-def test_an_eps_with_which_batch_norm_raises_raises_as_in_plain(name, eps, training):
-    model = DenseNet(4, (2, 2), num_init_features=4, small_inputs=False, efficient=False).train(training)
-    for norm in (each for each in model.features.get_submodule(name).modules() if isinstance(each, nn.BatchNorm2d)):
-        norm.eps = eps
-    x = torch.randn(2, 3, 32, 32)
-    expected, found = _outcome(model, x), _outcome(copy.deepcopy(model).set_engine(True), x)
-    assert type(found) is type(expected)
-    assert (
-        found == expected if isinstance(expected, str) else torch.allclose(found, expected, atol=1e-5, equal_nan=True)
-    )
 
 
 @pytest.mark.parametrize("negates", ["x", "grad_output"])
@@ -173,3 +154,55 @@ def test_parameters_are_saved_for_backward_without_copies():
     parameter_addresses = {parameter.data_ptr() for parameter in model.features.parameters()}
     assert parameter_addresses <= {tensor.data_ptr() for tensor in saved}
     assert all(isinstance(tensor, nn.Parameter) for tensor in saved if tensor.data_ptr() in parameter_addresses)
+
+
+# A stage's output stays in channels_last, in which it is computed, for the next stage; nobody else sees that
+
+FORMATS = [
+    (2, torch.contiguous_format),
+    (2, torch.channels_last),
+    (3, torch.contiguous_format),
+    (3, torch.channels_last_3d),
+]
+two_dimensional = pytest.mark.parametrize("memory_format", [each for dims, each in FORMATS if dims == 2])
+
+
+@pytest.mark.parametrize(("dims", "memory_format"), [*FORMATS, (1, torch.contiguous_format)])
+def test_the_output_has_the_format_of_the_first_convolution_s(dims, memory_format):
+    model = small_model("bc", dims=dims, drop_rate=0.2).to(memory_format=memory_format)
+    images = torch.randn(3, 3, *(9, 8, 6)[:dims], dtype=torch.double).contiguous(memory_format=memory_format)
+    expected = memory_format_of(model.features.conv0(images))  # volumes of doubles are contiguous
+    assert memory_format_of(model.features(images)) is expected
+    assert_same_step(model, with_engine(model, "plain"), images)
+
+
+@two_dimensional
+def test_a_block_that_must_be_called_or_has_another_engine_gets_the_users_format(memory_format):
+    model, images = small_model("bc"), random_images("bc").contiguous(memory_format=memory_format)
+    expected, seen = with_engine(model, "plain")(images), []
+    block = model.features.denseblock2
+    handle = block.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    assert_close(model(images), expected)
+    handle.remove()
+    block.engine = Engine.CHECKPOINT
+    block.denselayer1.norm1.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    assert_close(model(images), expected)
+    assert [memory_format_of(x) for x in seen] == [memory_format] * 2
+
+
+@two_dimensional
+def test_feature_maps_have_the_users_format(memory_format):
+    images = random_images("bc").contiguous(memory_format=memory_format)
+    plain = small_model("bc", efficient=False, features_only=True)
+    formats = [[memory_format_of(x) for x in model(images)] for model in (with_engine(plain, "shared"), plain)]
+    assert formats[0] == formats[1]
+
+
+def test_a_converted_model():
+    model = torchvision.models.DenseNet(4, (2, 2), num_init_features=8, num_classes=3).double()
+    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    expected = model.features(images)
+    make_efficient(model, "shared")
+    output = model.features(images)
+    assert_close(output, expected, 1e-8)
+    assert memory_format_of(output) is memory_format_of(expected)

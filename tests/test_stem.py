@@ -152,13 +152,11 @@ def test_a_wrapped_first_block_does_not_lend_its_parts_to_the_next():
 
 
 @pytest.mark.parametrize(("dims", "size"), [(2, (128, 128)), (3, (48, 48, 48))])
-def test_the_stem_s_own_peak(dims, size, request):
+def test_the_stem_s_own_peak(dims, size):
     """The convolution's output, the indices of the maxima, the output and its gradient, and some tiles.
 
     In one thread: PyTorch's convolution of volumes allocates a workspace for each.
     """
-    threads = torch.get_num_threads()
-    request.addfinalizer(lambda: torch.set_num_threads(threads))
     torch.set_num_threads(1)
     model = create_model("densenet121", dims=dims, in_channels=1, block_config=(1,), efficient="shared")
     modules, block = list(model.features), model.features.denseblock1

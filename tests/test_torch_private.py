@@ -12,20 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_all_close, random_images, results_of, small_model, with_engine
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_densenet
 from efficient_densenet import _torch_private, doctor
-from efficient_densenet._compilers import skipped_by_compilers
 from efficient_densenet._torch_private import (
-    has_dispatch_mode,
-    memory_key,
     process_group_named,
-    saved_tensors_hooks_enabled,
-    without_dispatch_modes,
 )
-from efficient_densenet.engine import choose
 from efficient_densenet.kernels.convolution import conv3x3
 from efficient_densenet.memory import predict
 
@@ -82,12 +74,9 @@ USES = {
 
 
 @pytest.mark.parametrize("name", _torch_private.NAMES)
-def test_a_name_that_torch_lacks_costs_the_feature_that_needs_it_and_neither_the_import_nor_plain(
-    name, without, monkeypatch
-):
+def test_a_name_that_torch_lacks_costs_the_feature_that_needs_it_and_neither_the_import_nor_plain(name, without):
     model, x, feature = small_model("bc", block_config=(2,)), random_images("bc"), _torch_private.NAMES[name]
     expected = results_of(with_engine(model, "plain"), x)
-    monkeypatch.setattr(choose, "_warned", set())
     without(name)
     sentence = f"found PyTorch {torch.__version__} without torch.{name}, which {feature} needs"
     assert any(sentence in line for line, _ in zip(doctor.report(), range(2), strict=False))
@@ -112,65 +101,3 @@ def test_a_lost_name_is_warned_of_once(without):
     with pytest.warns(UserWarning, match=r"without torch\._C\._current_graph_task_id, which updating running stat"):
         model(random_images("bc"))
     model(random_images("bc"))
-
-
-def test_memory_key():
-    x, y = torch.ones(4, requires_grad=True), torch.ones(4)
-    assert memory_key(x) == memory_key(x[1:]) == memory_key(x.detach())
-    assert memory_key(x) != memory_key(y)
-    two = TwoTensor(x.detach(), y)
-    assert memory_key(two) == memory_key(two.view(2, 2))
-    sparse = y.to_sparse()
-    assert memory_key(sparse) == memory_key(sparse) != memory_key(y.to_sparse())
-
-
-def test_without_dispatch_modes():
-    class Recording(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            seen.append(operation)
-            return operation(*args, **(kwargs or {}))
-
-    seen = []
-    assert not has_dispatch_mode()
-    with Recording():
-        assert has_dispatch_mode()
-        with without_dispatch_modes():
-            torch.ones(1).sin()
-        assert seen == []
-        torch.zeros(1)
-    with without_dispatch_modes():
-        torch.ones(1)
-    assert len(seen) == 1
-
-
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_skipped_by_compilers():
-    def inner(x):
-        return x.cos()
-
-    @skipped_by_compilers
-    def outer(x):
-        return inner(x).sin()
-
-    @torch.compiler.disable(recursive=False)
-    def outside_of_graphs(x, function):
-        return function(x)
-
-    for function, names in ((outer, {"exp", "tan"}), (lambda x: inner(x).sin(), {"exp", "cos", "sin", "tan"})):
-        torch._dynamo.reset()
-        graphs = []
-
-        def record(graph, inputs, graphs=graphs):
-            graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
-            return graph
-
-        run = lambda x, function=function: outside_of_graphs(x.exp(), function).tan()  # noqa: E731
-        compiled, x = torch.compile(run, backend=record), torch.ones(2)
-        assert torch.equal(compiled(x), x.exp().cos().sin().tan())
-        assert {str(target) for targets in graphs for target in targets} == names
-
-
-def test_saved_tensors_hooks_enabled():
-    assert saved_tensors_hooks_enabled()
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert not saved_tensors_hooks_enabled()

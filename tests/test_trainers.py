@@ -1,13 +1,13 @@
 """Lightning, accelerate and transformers' Trainer train our models and converted ones, and resume from checkpoints."""
 
-import json
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import trainer_steps
-from forks import forked_demo, results_of_processes
+from forks import outcomes_of_processes
 from helpers import assert_close, assert_same_buffers, assert_same_gradients, convert_and_report
 
 pytestmark = pytest.mark.exhaustive  # the libraries take seconds to import
@@ -30,9 +30,6 @@ CASES = {
         "accelerate | ours | steps",
         "accelerate | converted | accumulated and clipped",
         "accelerate | converted last | steps",
-        "accelerate | ours | fully_shard",
-        "accelerate | converted | fully_shard",
-        "accelerate | converted last | fully_shard",
         "transformers | ours | steps",
         "transformers | converted last | accumulated",
     ],
@@ -42,19 +39,11 @@ CASES = {
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> Callable[[int, str], list[dict]]:
     """A function that returns the outcomes of all cases of a trainer with a number of processes, of each process."""
-    known = {}
 
+    @functools.cache
     def run(processes: int, trainer: str) -> list[dict]:
-        if (processes, trainer) not in known:
-            folder, script = tmp_path_factory.mktemp(trainer), Path(trainer_steps.__file__)
-            (folder / "cases").write_text(json.dumps([case for case in CASES[processes] if case.startswith(trainer)]))
-            if processes == 1:  # without the environment variables of torchrun
-                process = forked_demo(str(script), "cases", "outcomes", cwd=folder)
-                assert process.returncode == 0, process.stderr
-                known[processes, trainer] = [json.loads((folder / "outcomes.0").read_text())]
-            else:
-                known[processes, trainer] = results_of_processes(processes, script, "cases", "outcomes", cwd=folder)
-        return known[processes, trainer]
+        cases, script = [case for case in CASES[processes] if case.startswith(trainer)], Path(trainer_steps.__file__)
+        return outcomes_of_processes(cases, processes, script, tmp_path_factory.mktemp(trainer))
 
     return run
 

@@ -1,8 +1,15 @@
-"""The training loop: steps, learning rate schedules, evaluation, and that runs depend on their seed alone."""
+"""The training loop: steps, learning rates, evaluation; runs depend on their seed alone, as CUDA graphs too."""
+
+import contextlib
+import copy
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from helpers import assert_close, assert_same_gradients
+from training import loop, run
+from training.cuda_graph import WARM_UP_STEPS, CudaGraphBackward, can_be_cuda_graph
 from training.data import Images, load
 from training.data.augment import transform_for
 from training.distributed import DistributedContext
@@ -107,3 +114,131 @@ def test_the_recipes():
     assert (rates[0], max(rates), rates.index(max(rates))) == (pytest.approx(0.004), pytest.approx(0.1), 30)
     assert rates[30:] == sorted(rates[30:], reverse=True)
     assert rates[-1] < 1e-4
+
+
+# Steps as a CUDA graph. Without a GPU a stub plays it: its capture undoes what the step has done, and a replay does
+
+
+class StubGraph:
+    """A CUDA graph of one trainer's backward."""
+
+    trainer: Trainer
+    num_replays = 0
+
+    def replay(self) -> None:
+        graphs, self.num_replays = self.trainer.backward, self.num_replays + 1
+        assert isinstance(graphs, CudaGraphBackward)
+        assert graphs.graph is self
+        for parameter in graphs.parameters:
+            parameter.grad = None
+        graphs.result.copy_(graphs.backward(graphs.images, graphs.labels, 1 / len(graphs.labels)))
+        for parameter, grad in zip(graphs.parameters, graphs.grads, strict=True):
+            assert grad is not None
+            grad.copy_(parameter.grad)
+            parameter.grad = None
+
+
+@pytest.fixture
+def graphed(monkeypatch):
+    """A function that makes a trainer with `--cuda_graph`, whose graphs the stub plays."""
+    captures = []
+
+    @contextlib.contextmanager
+    def graph(graph, stream, capture_error_mode):
+        state, rng_state = copy.deepcopy(StubGraph.trainer.model.state_dict()), torch.get_rng_state()
+        assert all(parameter.grad is None for parameter in StubGraph.trainer.model.parameters())
+        captures.append(graph)
+        yield
+        StubGraph.trainer.model.load_state_dict(state)
+        torch.set_rng_state(rng_state)
+        for parameter in StubGraph.trainer.model.parameters():
+            parameter.grad.fill_(torch.nan)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", StubGraph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+
+    def make(*args, **given) -> Trainer:
+        StubGraph.trainer = _trainer(*args, cuda_graph=True, **given)
+        return StubGraph.trainer
+
+    make.captures = captures
+    return make
+
+
+def _sums(trainer: Trainer, *batch_sizes: int) -> torch.Tensor:
+    """The loss and the number of wrong predictions in each of some steps."""
+    pixels, labels = next(iter(_few().fetch([torch.arange(16)])))
+    pixels, labels = pixels[..., 8:24, 8:24].to(trainer.context.device), labels.to(trainer.context.device)
+    return torch.tensor(
+        [
+            trainer.step(pixels[:size], labels[:size], size, 0.1, (0, 0, number))
+            for number, size in enumerate(batch_sizes)
+        ]
+    )
+
+
+def test_training_is_the_same(graphed):
+    eager, trainer = (make("shared", drop_rate=0.3, channels_last=True) for make in (_trainer, graphed))
+    assert torch.equal(_sums(trainer, *[16] * 6), _sums(eager, *[16] * 6))
+    for ours, theirs in zip(trainer.model.state_dict().values(), eager.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    (graph,) = graphed.captures
+    assert graph.num_replays == 6 - WARM_UP_STEPS
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "world_size", "message"),
+    [
+        ({}, "cuda:0", 2, "2 processes exchange their gradients"),
+        ({}, "cuda", 1, r"3 GPUs, while a CUDA graph is of one \(give --device cuda:0\): leave"),
+        ({"micro_batch_size": 4}, "cuda:0", 1, "and --micro_batch_size, .*: leave --cuda"),
+        ({"engine": "official"}, "cuda:0", 1, "the engine official, .* --engine shared"),
+    ],
+)
+def test_refusals(given, device, world_size, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    context = replace(SINGLE, device=torch.device(device), world_size=world_size)
+    assert not can_be_cuda_graph(parse(given, "best"), context)
+    with pytest.raises(ValueError, match=f"found --cuda_graph, .*{message}"):
+        can_be_cuda_graph(parse({"cuda_graph": True, **given}, "best"), context)
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, True),
+        pytest.param({"cuda_graph": False}, False, marks=pytest.mark.exhaustive),
+        pytest.param({"compile": True}, False, marks=pytest.mark.exhaustive),
+        ({"micro_batch_size": 350}, False),
+    ],
+)
+def test_a_run_that_can_be_a_graph_is_one_and_says_so(given, chosen, tmp_path, monkeypatch, capsys):
+    def on_a_gpu(options, context):
+        return can_be_cuda_graph(options, replace(context, device=torch.device("cuda", 0)))
+
+    made = []
+    monkeypatch.setattr(run, "can_be_cuda_graph", on_a_gpu)
+    monkeypatch.setattr(loop, "CudaGraphBackward", lambda backward, _: made.append(backward) or backward)
+    monkeypatch.setattr(torch, "compile", lambda model: model)
+    tiny = {"depth": 10, "growth_rate": 2, "n_epochs": 1, "batch_size": 700, "device": "cpu", "save": str(tmp_path)}
+    run.train({**tiny, **given})
+    assert bool(made) is chosen
+    said = "\na step's forward and backward are one CUDA graph (not with --cuda_graph False)\n"
+    assert (said in capsys.readouterr().out) is chosen
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("engine", ["plain", "shared"])
+def test_a_gpu_trains_alike_with_a_graph(engine, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    losses, context = [], replace(SINGLE, device=torch.device("cuda", 0))
+    for with_graph in (False, True):
+        trainer = _trainer(engine, double=False, drop_rate=0.2)
+        options = replace(trainer.options, cuda_graph=with_graph)
+        trainer = Trainer(trainer.model, trainer.transform, options, context)
+        losses.append(_sums(trainer, *[16] * 8)[:, 0])
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)

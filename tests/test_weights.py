@@ -1,4 +1,4 @@
-"""Weights of every known layout are loaded unchanged; if something does not fit, the model is unchanged."""
+"""Weights of every known layout are loaded unchanged, also into other libraries; what does not fit changes no model."""
 
 import copy
 import os
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from helpers import assert_close, random_images, small_model
+from helpers import assert_close, assert_same_step, random_images, small_model
 from keras_layout import as_keras
 from torch import Tensor, nn
 
-from efficient_densenet import DenseNet, create_model, load_weights
+from efficient_densenet import DenseNet, create_model, load_weights, rename_keys
 from efficient_densenet.weights.load import model_arguments
 
 
@@ -274,3 +274,44 @@ def test_a_classifier_s_weight_that_is_no_matrix_is_refused_with_a_sentence(valu
     with pytest.raises(ValueError, match=r"classifier\.weight"):
         load_weights(small_model("bc"), state)
     assert "num_classes" not in model_arguments(state)
+
+
+# State dicts of torchvision
+
+
+def test_torchvision_and_ours_compute_the_same():
+    settings = {"growth_rate": 7, "block_config": (2, 3, 2, 1), "num_init_features": 15}
+    theirs = torchvision.models.DenseNet(**settings).double()
+    with torch.no_grad():
+        for norm in (m for m in theirs.modules() if isinstance(m, torch.nn.BatchNorm2d)):
+            for tensor in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+                tensor.uniform_(0.5, 1.5)
+    ours = create_model("densenet121", num_classes=1000, efficient="shared", **settings).double()
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(6, 3, 67, 70, dtype=torch.double)
+    for training in (False, True):
+        assert_same_step(ours.train(training), theirs.train(training), x)
+
+
+def test_torchvision_s_models_and_ours_have_the_same_keys_and_sizes():
+    for name in ("densenet121", "densenet161", "densenet169", "densenet201"):
+        with torch.device("meta"):
+            theirs, ours = getattr(torchvision.models, name)(), create_model(name)
+        theirs.load_state_dict(ours.state_dict(), strict=True, assign=True)
+        assert list(theirs.state_dict()) == list(ours.state_dict())
+
+
+def test_the_same_seed_draws_torchvision_s_weights():
+    settings = {"growth_rate": 4, "block_config": (2, 1, 2, 1), "num_init_features": 8, "num_classes": 7}
+    torch.manual_seed(3)
+    theirs = torchvision.models.DenseNet(**settings)
+    torch.manual_seed(3)
+    ours = create_model("densenet121", **settings)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_names_for_one_tensor_are_an_error():
+    weight = torch.ones(3)
+    with pytest.raises(ValueError, match=r"both 'features.norm5.weight' and 'features.norm_final.weight'.*drop one"):
+        rename_keys({"features.norm5.weight": weight, "features.norm_final.weight": weight})

@@ -1,10 +1,12 @@
-"""Weights by name that were trained here: from the repository's checkpoints/, without a network."""
+"""Weights by name, without a network: those of checkpoints/, which were trained here, and torchvision's published."""
 
 import hashlib
 import shutil
+from urllib.error import URLError
 
 import pytest
 import torch
+import torchvision
 from PIL import Image
 from samples import DEMOS
 from training.data import load
@@ -12,10 +14,10 @@ from training.data.augment import Transform
 from training.data.folder import decode
 from training.models import load_model
 
-from efficient_densenet import create_model, densenet121, weights_classes, weights_transforms
+from efficient_densenet import DenseLayer, create_model, densenet121, weights_classes, weights_transforms
 from efficient_densenet.models import zoo
 from efficient_densenet.weights import named
-from efficient_densenet.weights.named import CHECKPOINTS, TRAINED, TrainedWeights
+from efficient_densenet.weights.named import CHECKPOINTS, TRAINED, TrainedWeights, find_weights
 from efficient_densenet.weights.transforms import ImageTransform
 
 MODEL = "densenet_bc_22_12"
@@ -73,6 +75,13 @@ def test_the_committed_colors_classify_photographs():
     assert probabilities.amax(1).min() > 0.5
 
 
+def test_a_run_keeps_bottlenecks_as_its_option_says():
+    config = load_model(CHECKPOINTS / "digits")[1]
+    for keep in (True, False, None):
+        layers = (each for each in zoo.build_configured(config, "best", keep).modules() if isinstance(each, DenseLayer))
+        assert {layer.keep_bottleneck for layer in layers} == {keep}
+
+
 def test_images_of_other_shapes_and_channels():
     transforms = ImageTransform(8, (100.0, 110.0, 120.0), (50.0, 60.0, 70.0))
     gray = torch.randint(256, (1, 8, 8), dtype=torch.uint8)
@@ -118,3 +127,69 @@ def test_weights_that_are_absent_or_damaged(digits, tmp_path, monkeypatch):
     (tmp_path / "digits" / "model.pt").write_bytes(content)
     with pytest.raises(ValueError, match=r"model.pt is truncated, damaged .*\(the checksum of its record .* is wrong"):
         create_model(MODEL, weights="digits")
+
+
+# torchvision's published weights
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Replaces torchvision's download by weights; returns the list of requested entries."""
+    asked = []
+
+    def get_state_dict(self, *args, **kwargs):
+        assert kwargs["weights_only"]
+        assert kwargs["check_hash"]
+        asked.append(self)
+        with torch.device("meta"):
+            return torchvision.models.get_model(type(self).__name__.partition("_")[0].lower()).state_dict()
+
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get_state_dict)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["densenet121", "densenet201"])
+def test_published_weights_by_name(name, registry):
+    entry = torchvision.models.get_model_weights(name).IMAGENET1K_V1
+    with torch.device("meta"):
+        model = create_model(name, weights="DEFAULT", num_classes=3)
+        assert model.weights_report.skipped == ["classifier.weight", "classifier.bias"]
+        assert len(create_model(name, weights=entry).weights_report.used) == len(model.state_dict())
+    assert registry == [entry] * 2
+    if name == "densenet121":
+        names = "IMAGENET1K_V1", f"{type(entry).__name__}.IMAGENET1K_V1"
+        assert [find_weights(name, each).entry for each in names] == [entry] * 2
+
+
+def test_published_weights_in_a_backbone_and_for_one_channel(registry):
+    words = {"features_only": True, "out_indices": (1, 2), "in_channels": 1}
+    with torch.device("meta"):
+        model = densenet121(weights="DEFAULT", adapt_input="sum", **words)
+        assert model.weights_report.kept == []
+        assert model.weights_report.adapted == ["features.conv0.weight"]
+        with pytest.raises(ValueError, match=r"of another shape: features.conv0.weight"):
+            densenet121(weights="DEFAULT", in_channels=1)
+
+
+def test_the_transforms_are_torchvision_s():
+    x = torch.randint(256, (3, 300, 280), dtype=torch.uint8)
+    expected = torchvision.models.DenseNet169_Weights.DEFAULT.transforms()(x)
+    assert torch.equal(weights_transforms("densenet169")(x), expected)
+
+
+def test_unknown_published_weights_and_failed_downloads(monkeypatch):
+    with pytest.raises(ValueError, match=r"torchvision has no weights for 'densenet264', but for densenet121"):
+        create_model("densenet264", weights="DEFAULT")
+    for weights in ("IMAGENET1K_V2", True, torchvision.models.DenseNet169_Weights.DEFAULT):
+        with pytest.raises(ValueError, match=r"weights is .*, but must be one of 'IMAGENET1K_V1', 'DEFAULT' for"):
+            densenet121(weights=weights)
+
+    def get_state_dict(self, *args, **kwargs):
+        raise URLError("no route to host")
+
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get_state_dict)
+    message = (
+        r"could not be downloaded from https://\S+ \(no route to host\): .*load_weights, or as --weights to the demo$"
+    )
+    with torch.device("meta"), pytest.raises(OSError, match=message):
+        densenet121(weights="DEFAULT")

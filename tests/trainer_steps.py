@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torchvision.models.densenet as torchvision_densenet
-from process_steps import largest_difference, recorded_engines
+from process_steps import largest_difference, local, recorded_engines
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from efficient_densenet import DenseNet, make_efficient
@@ -81,13 +80,7 @@ class Run:
     def results(self) -> list[Tensor | None]:
         """Parameters and buffers, then the last gradients where the trainer leaves them."""
         parameters = list(self.model.parameters())
-        return [_full(tensor) for tensor in (*parameters, *self.model.buffers(), *(each.grad for each in parameters))]
-
-
-def _full(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        return [local(tensor) for tensor in (*parameters, *self.model.buffers(), *(each.grad for each in parameters))]
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -158,31 +151,16 @@ def _lightning(run: Run) -> None:
         _assert_same_states(loaded.state_dict(), task.state_dict())
 
 
-ACCELERATE: dict[str, dict[str, Any]] = {
-    "steps": {},
-    "accumulated and clipped": {"gradient_accumulation_steps": 2},
-    "fully_shard": {},
-}
+ACCELERATE: dict[str, dict[str, Any]] = {"steps": {}, "accumulated and clipped": {"gradient_accumulation_steps": 2}}
 
 
 def _accelerate(run: Run) -> None:
     import accelerate
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses other options in one process
     loading = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0)
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loading, **ACCELERATE[run.variant])
-    if run.variant == "fully_shard":
-        accelerator.state.fsdp_plugin = accelerate.FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["DenseBlock" if run.name == "ours" else "_DenseBlock"],
-            state_dict_type="SHARDED_STATE_DICT",
-        )
-        # It shards on accelerators only, and does not say so.
-        kinds = accelerate.DistributedType
-        accelerator.state.distributed_type = PartialState().distributed_type = kinds.FSDP
-        run.synchronize_norms()
     optimizer = _optimizer(run.model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     loader = DataLoader(run.dataset(), BATCH, shuffle=True)

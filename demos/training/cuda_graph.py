@@ -16,8 +16,8 @@ WARM_UP_STEPS = 3
 """Training steps before the capture, in which kernels are compiled and algorithms are chosen."""
 
 
-def why_no_cuda_graph(options: RunOptions, context: DistributedContext) -> str | None:
-    """The reason why a step of this run cannot be one CUDA graph, or None."""
+def can_be_cuda_graph(options: RunOptions, context: DistributedContext) -> bool:
+    """Whether a step of this run can be one CUDA graph; raises where it cannot, but is asked for."""
     device = context.device
     reasons = {
         f"but the device is {device}, and CUDA graphs need a GPU": device.type != "cuda",
@@ -27,14 +27,10 @@ def why_no_cuda_graph(options: RunOptions, context: DistributedContext) -> str |
         f"and the engine {options.engine}, which saves the state of random numbers, while a capture has none (give "
         "--engine shared or plain)": options.engine in ("official", "checkpoint"),
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def check_cuda_graph(options: RunOptions, context: DistributedContext) -> None:
-    """Raise where a CUDA graph is asked for that cannot be."""
-    reason = why_no_cuda_graph(options, context)
-    if options.cuda_graph and reason:
-        raise ValueError(f"found --cuda_graph, {reason}: leave --cuda_graph out")
+    found = [reason for reason, applies in reasons.items() if applies]
+    if options.cuda_graph and found:
+        raise ValueError(f"found --cuda_graph, {found[0]}: leave --cuda_graph out")
+    return not found
 
 
 class CudaGraphBackward:
@@ -58,19 +54,22 @@ class CudaGraphBackward:
     def __call__(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
         with torch.cuda.device(self.device):  # whose streams are meant
             if self.num_warm_up_steps < WARM_UP_STEPS:
+                # On the stream of the capture, to which what is set up now belongs then.
                 self.num_warm_up_steps += 1
-                return self._on_side_stream(images, labels, loss_scale)
+                self.stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self.stream):
+                    result = self.backward(images, labels, loss_scale)
+                torch.cuda.current_stream().wait_stream(self.stream)
+                return result
             if self.graph is None:
                 self._capture(images, labels, loss_scale)
-            return self._replay(images, labels)
-
-    def _on_side_stream(self, images: Tensor, labels: Tensor, loss_scale: float) -> Tensor:
-        """The capture is on this stream too: what was set up before belongs to it then."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            result = self.backward(images, labels, loss_scale)
-        torch.cuda.current_stream().wait_stream(self.stream)
-        return result
+            assert self.graph is not None
+            self.images.copy_(images)
+            self.labels.copy_(labels)
+            self.graph.replay()
+            for parameter, grad in zip(self.parameters, self.grads, strict=True):
+                parameter.grad = grad
+            return self.result
 
     def _capture(self, images: Tensor, labels: Tensor, loss_scale: float) -> None:
         """Record the graph and the memory that it reads and writes. Nothing runs before the first replay."""
@@ -88,12 +87,3 @@ class CudaGraphBackward:
                 "give --cuda_graph False, or another --engine"
             ) from exc
         self.grads = [parameter.grad for parameter in self.parameters]
-
-    def _replay(self, images: Tensor, labels: Tensor) -> Tensor:
-        assert self.graph is not None
-        self.images.copy_(images)
-        self.labels.copy_(labels)
-        self.graph.replay()
-        for parameter, grad in zip(self.parameters, self.grads, strict=True):
-            parameter.grad = grad
-        return self.result

@@ -16,7 +16,6 @@ from efficient_densenet.models.densenet import DenseNet
 from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
 from .options import RunOptions
-from .sharding import shard_parameters
 
 TIMEOUT = timedelta(minutes=10)
 """How long PyTorch lets a process wait for the others in a step. It then counts them as lost, stopped ones too."""
@@ -82,14 +81,11 @@ class DistributedContext:
         if self.world_size > 1:
             dist.barrier(self.waiting_group)
 
-    def wrap_model(self, model: DenseNet, sync_bn: bool, parallel: str | None = None) -> nn.Module:
+    def wrap_model(self, model: DenseNet, sync_bn: bool) -> nn.Module:
         """The module to call in training, which reduces gradients over all processes or GPUs."""
         if self.world_size > 1:
             if sync_bn:
                 synchronize_norms(model, None)
-            if parallel == "fsdp":
-                shard_parameters(model, self.device)
-                return model
             return nn.parallel.DistributedDataParallel(model)
         return nn.DataParallel(model) if self.num_gpus > 1 else model
 
@@ -105,29 +101,17 @@ class DistributedContext:
         return f"{self.num_gpus} GPUs" if self.num_gpus > 1 else str(self.device)
 
 
-def check_parallel(options: RunOptions, context: DistributedContext) -> None:
-    """Raise unless the processes and devices are there that the options need."""
-    parallel = options.parallel
-    if not dist.is_torchelastic_launched() and (
-        parallel in ("ddp", "fsdp") or (options.sync_bn and not options.resume)
-    ):
-        found = "--sync_bn" if options.sync_bn else f"--parallel {parallel}"
+def check_sync_bn(options: RunOptions) -> None:
+    """Raise where norms are to be synchronized with no other process."""
+    if options.sync_bn and not options.resume and not dist.is_torchelastic_launched():
         raise ValueError(
-            f"found {found}, but this is the only process: start several with torchrun "
+            "found --sync_bn, but this is the only process: start several with torchrun "
             "(torchrun --nproc_per_node 2 …), or leave it out"
-        )
-    if parallel == "dp" and context.num_gpus < 2:
-        raise ValueError(
-            "found --parallel dp, but DataParallel needs several visible GPUs in one process, and this one is on "
-            f"{context.device} alone: leave it out, or start several with torchrun and --parallel ddp or fsdp"
         )
 
 
 def gradient_sync(model: Callable, last: bool) -> contextlib.AbstractContextManager[Any]:
     """Reduce gradients in the backward of the last micro-batch of an update, and only accumulate them before."""
-    set_requires_gradient_sync = getattr(model, "set_requires_gradient_sync", None)  # of fully_shard
-    if set_requires_gradient_sync is not None:
-        set_requires_gradient_sync(last)
     no_sync = getattr(model, "no_sync", None)  # of DistributedDataParallel, compiled or not
     return contextlib.nullcontext() if last or no_sync is None else no_sync()
 

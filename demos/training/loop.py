@@ -9,13 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from efficient_densenet.models.densenet import DenseNet
 
@@ -25,7 +18,6 @@ from .data.images import ImageSet
 from .distributed import DistributedContext, gradient_sync
 from .options import AMP_DTYPES, RunOptions
 from .recipes import RECIPES
-from .sharding import is_sharded
 
 
 @dataclass
@@ -53,9 +45,9 @@ class Trainer:
     def __init__(self, model: DenseNet, transform: Transform, options: RunOptions, context: DistributedContext) -> None:
         self.options, self.context, self.transform = options, context, transform
         self.model = model.to(context.device)
-        if options.channels_last and options.parallel != "fsdp":  # which shards contiguous parameters only
+        if options.channels_last:
             self.model.to(memory_format=torch.channels_last)
-        self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn, options.parallel)
+        self.wrapped_model: Callable[..., Tensor] = context.wrap_model(self.model, options.sync_bn)
         if options.compile:
             self.wrapped_model = torch.compile(self.wrapped_model)
         trained = list(self.model.parameters())
@@ -136,47 +128,25 @@ class Trainer:
         self.model.eval()
         order = torch.arange(len(images)).split(self.options.micro_batch_size or self.options.batch_size)
         sums = torch.zeros(2, dtype=torch.float64, device=self.context.device)
-        mine = order[self.context.rank :: self.context.world_size]
-        for i, (batch, labels) in enumerate(images.fetch(mine + order[:1] * self._num_repeated(len(order)))):
+        for batch, labels in images.fetch(order[self.context.rank :: self.context.world_size]):
             with self.autocast():
                 logits = self.model(self._input(batch))
                 loss = F.cross_entropy(logits, labels, reduction="sum")
-            if i < len(mine):
-                sums += torch.stack([loss, (logits.argmax(1) != labels).sum()]).double()
+            sums += torch.stack([loss, (logits.argmax(1) != labels).sum()]).double()
             if after_batch:
                 after_batch()
         loss, wrong = self.context.all_reduce_sum(sums.tolist())
         return loss / len(images), wrong / len(images)
 
-    def _num_repeated(self, num_batches: int) -> int:
-        """Batches that this process evaluates without counting them: forwards of a sharded model gather its parameters,
-        so that all processes must call it as often."""
-        rank, world_size = self.context.rank, self.context.world_size
-        return int(is_sharded(self.model) and 0 < num_batches % world_size <= rank)
-
     def state(self) -> dict[str, Any]:
-        """What a run goes on from, in full and on the CPU. All processes must call this; the main one's is whole.
-
-        PyTorch would take a step with zero gradients where an optimizer has no state yet, which leaves momentum.
-        """
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        has_momentum = bool(self.optimizer.state)
-        return {
-            "model": get_model_state_dict(self.model, options=options),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options) if has_momentum else {},
-            "scaler": self.scaler.state_dict(),
-        }
-
-    def load_model(self, state: dict[str, Any]) -> None:
-        """Load a full state dict, which every process must have."""
-        set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
+        """What a run goes on from."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
+        return {name: part.state_dict() for name, part in parts.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Load what `state` returned in the main process."""
-        self.load_model(state["model"])
-        if state["optimizer"]:
-            options = StateDictOptions(full_state_dict=True)
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def _input(self, images: Tensor) -> Tensor:

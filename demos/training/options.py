@@ -14,11 +14,9 @@ from .data import DATASETS
 from .recipes import RECIPES
 
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-PER_CALL = {"efficient", "engine", "device", "parallel", "cuda_graph"}
-PER_CALL |= {"resume", "accept_changed_data", "overwrite", "evaluate"}
+PER_CALL = {"efficient", "engine", "device", "cuda_graph", "resume", "accept_changed_data", "overwrite", "evaluate"}
 """Options that a resumed run takes from the present command; the engine only if it is given."""
-CHANGEABLE = PER_CALL | {"data", "dataset", "save", "keep_bottleneck", "memory", "channels_last", "compile"}
-CHANGEABLE |= {"workers", "stream"}
+CHANGEABLE = PER_CALL | {"data", "dataset", "save", "keep_bottleneck", "channels_last", "compile", "workers", "stream"}
 """Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
 `channels_last` and `compile` draw other random numbers.)"""
 
@@ -40,8 +38,8 @@ class Options:
             download; without this option, training is on the handwritten digits that ship with the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
         efficient: True for the memory-saving engine of this script, False for the plain network.
-        dataset: cifar10, cifar100, svhn, fashion_mnist or mnist: which one to take from the directory, or to download
-            into it if it is not there; by default what is there.
+        dataset: cifar10, cifar100, fashion_mnist or mnist: which one to take from the directory, or to download into it
+            if it is not there; by default what is there.
         model: a name from the zoo, such as densenet121; by default a DenseNet-BC of this depth and growth rate.
         depth: convolutions and classifier, 6n + 4; by default 100, and 22 on the digits.
         growth_rate: channels that each layer adds; by default 12.
@@ -69,16 +67,12 @@ class Options:
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
             a faster step in more memory, with the same numbers. False recomputes each; by default those are kept that
             leave the peak as it is.
-        memory: bytes such as 6GiB for all tensors of a training step; they decide which bottlenecks are kept and, where
-            a batch does not fit, micro_batch_size.
         channels_last: use the channels-last memory format for images and weights.
         compile: run the model through torch.compile.
         cuda_graph: launch forward and backward of a step as one CUDA graph; by default on one GPU, without --compile
             and --micro_batch_size.
-        device: cpu, cuda (all visible GPUs), cuda:1, …; by default cuda if available.
-        parallel: how several devices train: ddp (DistributedDataParallel) or fsdp (parameters, gradients and momentum
-            sharded by fully_shard) in the processes of torchrun, or dp (DataParallel) in one; by default ddp under
-            torchrun, and dp for several visible GPUs without it.
+        device: cpu, cuda (all visible GPUs, by DataParallel), cuda:1, …; by default cuda if available. The processes of
+            torchrun train by DistributedDataParallel.
         sync_bn: synchronize the statistics of batch norms over all processes that torchrun started.
         workers: processes that decode the images of folders too large for memory.
         stream: True decodes the images of a folder batch by batch, False all of them first; by default by size.
@@ -113,12 +107,10 @@ class Options:
     seed: Annotated[int, integer(0, 2**63 - 1)] | None = 0
     amp: Annotated[str, choice(*AMP_DTYPES)] | None = None
     keep_bottleneck: Switch | None = None
-    memory: Annotated[str, Rule("bytes such as 6GiB", lambda value: isinstance(value, str))] | None = None
     channels_last: Switch = False
     compile: Switch = False
     cuda_graph: Switch | None = None
     device: Text | None = None
-    parallel: Annotated[str, choice("ddp", "fsdp", "dp")] | None = None
     sync_bn: Switch = False
     workers: Annotated[int, integer(0, 256)] = 2
     stream: Switch | None = None

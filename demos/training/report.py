@@ -1,16 +1,36 @@
-"""The progress of an epoch, its peak memory, and the line that it ends with."""
+"""The expected memory of a step, the progress of an epoch, its peak memory, and the line that it ends with."""
 
 import sys
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from efficient_densenet._extras import need
 from efficient_densenet.memory import high_water_mark
+from efficient_densenet.memory.budget import total_memory_of_step
+from efficient_densenet.memory.step import MetaModel
+from efficient_densenet.models.densenet import DenseNet
+
+from .options import RunOptions
 
 
 def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.{1 if num_bytes < 10 * 2**20 else 0}f} MiB"
+
+
+def describe_expected_memory(model: DenseNet, shape: tuple[int, ...], options: RunOptions) -> str:
+    """The expected peak of a step; an engine that cannot run here is an error, before anything is written."""
+    traced = MetaModel(model, optimizer="sgd", precision=options.amp)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        # DistributedDataParallel's buckets have the gradients once more.
+        traced.persistent = replace(traced.persistent, gradients=2 * traced.persistent.gradients)
+    cast(Any, traced.model).set_engine(True if options.engine == "best" else options.engine)
+    return (
+        f"about {mib(total_memory_of_step(traced, shape))} of tensors for {shape[0]} images at once on a device "
+        "(parameters, gradients, momentum and what a step holds; Python, PyTorch and its kernels come on top)"
+    )
 
 
 def peak_memory(device: torch.device, reserved: bool = False) -> int:

@@ -9,21 +9,6 @@ from efficient_densenet._extras import need
 
 from . import files
 
-COLUMNS: tuple[str, ...] = (
-    "epoch",
-    "train_loss",
-    "train_error",
-    "valid_loss",
-    "valid_error",
-    "test_error",
-    "seconds",
-    "images_per_second",
-    "peak_memory_mib",
-    "lr",
-)
-"""`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run. Without
-validation images `valid_loss` and `valid_error` are empty."""
-
 Row = dict[str, Any]
 
 
@@ -35,7 +20,7 @@ def check_dependencies() -> None:
 
 def save_csv(folder: Path, rows: list[Row]) -> None:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, COLUMNS)
+    writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
     writer.writerows(rows)
     files.write_atomic(folder / "results.csv", text.getvalue().encode())
@@ -45,7 +30,7 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
     """Draw losses and errors of each epoch; `data` is the data set's name, which may end in a path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -60,9 +45,6 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
         axes.set(xlabel="epoch", ylabel=f"{metric}, {unit}")
         if metric == "loss":
             axes.set_yscale("log")
-            low, high = axes.get_ylim()
-            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
-            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -16,22 +16,19 @@ from efficient_densenet.models.zoo import build_configured
 from efficient_densenet.weights.named import find_checkpoint
 
 from . import files, models
-from .cuda_graph import check_cuda_graph, why_no_cuda_graph
+from .cuda_graph import can_be_cuda_graph
 from .data import Dataset, load
 from .data.augment import Transform, transform_for
 from .data.sources import check_options_of_folders, download_if_absent
-from .distributed import DistributedContext, check_parallel, init_distributed
+from .distributed import DistributedContext, check_sync_bn, init_distributed
 from .evaluate import evaluate
 from .finetune import PretrainedWeights, find_weights, inputs_of
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
-from .memory_estimate import describe_expected_memory, fit_into_memory, largest_batch, what_to_change
 from .options import RunOptions, parse
-from .report import describe_epoch, mib, peak_memory, progress_bar
+from .report import describe_epoch, describe_expected_memory, mib, peak_memory, progress_bar
 from .results import Row, check_dependencies, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .signals import StopRequest, TrainingInterrupted
-
-SECONDS_BETWEEN_PLOTS = 20
 
 
 def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
@@ -39,7 +36,7 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
     options = parse(given, efficient_engine)
     with init_distributed(options.device) as context:
         options = replace(options, seed=context.on_main(lambda: options.seed))  # which may have been drawn
-        check_parallel(options, context)
+        check_sync_bn(options)
         directory = RunDirectory(run_folder(options))
         if options.evaluate is not False:
             path = directory.folder if options.evaluate is True else find_checkpoint(options.evaluate)
@@ -53,7 +50,8 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
             if options.weights is not None and state is None:
                 pretrained = find_weights(options.weights, given)
                 options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
-            check_cuda_graph(options, context)
+            if can_be_cuda_graph(options, context) and options.cuda_graph is None and not options.compile:
+                options = replace(options, cuda_graph=True)
             if context.is_main_process:
                 check_dependencies()
             try:
@@ -99,18 +97,18 @@ class Run:
         self.model = build_configured(self.config, options.engine, options.keep_bottleneck).to(context.device)
         if pretrained:
             self.said += pretrained.load_into(self.model, self.dataset.classes)
-        self.largest_batch = largest_batch(options, len(self.dataset.train), context)
-        self.expected_memory = self._fit_into_memory()
-        is_open = self.options.cuda_graph is None and not self.options.compile
-        if is_open and why_no_cuda_graph(self.options, context) is None:
-            self.options = replace(self.options, cuda_graph=True)
+        devices = context.world_size * max(context.num_gpus, 1)
+        per_device = -(-min(len(self.dataset.train), options.batch_size) // devices)
+        self.largest_batch = min(per_device, options.micro_batch_size or per_device)
+        shape = self.largest_batch, self.config.channels, *[self.dataset.image_size] * 2
+        self.expected_memory = describe_expected_memory(self.model, shape, options)
+        if options.cuda_graph:
             self.said.append("a step's forward and backward are one CUDA graph (not with --cuda_graph False)")
-        self.trainer = Trainer(self.model, self.transform, self.options, context)
+        self.trainer = Trainer(self.model, self.transform, options, context)
         with self.trainer.autocast():
-            size = self.dataset.image_size
-            engines = models.describe_engines(self.model, self.largest_batch, size, options.compile)
+            engines = models.describe_engines(self.model, self.largest_batch, shape[-1], options.compile)
         self.environment = f"engine {engines}; {context.describe()}"
-        self.position, self.rows, self.last_plot = TrainingPosition(), [], time.monotonic()
+        self.position, self.rows = TrainingPosition(), []
         if state:
             self._restore(state)
         if context.is_main_process:
@@ -128,9 +126,10 @@ class Run:
             except TrainingInterrupted as interrupted:
                 self._save_and_exit(interrupted)
             except torch.OutOfMemoryError as exc:
-                step = f"a step of {self.largest_batch} images with engine {self.options.engine}"
                 raise MemoryError(
-                    f"out of memory in {step}: start over with --overwrite, and {what_to_change(self.options)}"
+                    f"out of memory in a step of {self.largest_batch} images with engine {self.options.engine}: start "
+                    "over with --overwrite and --engine best, --keep_bottleneck False, --cuda_graph False, a smaller "
+                    "--micro_batch_size, or smaller images"
                 ) from exc
 
     def _load_dataset(self, may_download: bool, inputs: Mapping[str, Any]) -> Dataset:
@@ -167,18 +166,6 @@ class Run:
                 "fingerprint": dataset.fingerprint,
             },
         }
-
-    def _fit_into_memory(self) -> str:
-        """Choose what `--memory` leaves open, the same in all processes; returns the expected peak in words."""
-        size = self.dataset.image_size
-        options, chosen = fit_into_memory(self.model, size, self.options, self.largest_batch, self.resumed)
-        micro_batch_size = self.context.on_main(lambda: options.micro_batch_size)
-        self.options = replace(self.options, micro_batch_size=micro_batch_size)
-        self.record["options"]["micro_batch_size"] = micro_batch_size
-        self.largest_batch = largest_batch(self.options, len(self.dataset.train), self.context)
-        if chosen:
-            self.said.append(f"memory: {chosen}")
-        return describe_expected_memory(self.model, size, self.options, self.largest_batch)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Go on where the run was saved; with another number of images, from the beginning of the epoch."""
@@ -258,6 +245,7 @@ class Run:
         return peak_memory(self.context.device, reserved=bool(self.options.cuda_graph))
 
     def _row(self, valid: tuple[float | str, float | str], seconds: float) -> Row:
+        """`test_error` is empty but in the last row: only the best epoch's model is tested, at the end of the run."""
         position = self.position
         return {
             "epoch": position.epoch,
@@ -283,17 +271,15 @@ class Run:
             self.directory.write(models.WEIGHTS, files.saved_bytes(state["model"]))
         self._save(state)
 
-    def _save(self, state: dict[str, Any], plot: bool = False) -> None:
+    def _save(self, state: dict[str, Any]) -> None:
         """Save the trainer's state first: nothing that fails afterwards costs an epoch."""
         self.directory.save(state, self.position, self.rows, self.record)
         if self.rows:
-            save_csv(self.directory.folder, self.rows)
-            if plot or time.monotonic() - self.last_plot > SECONDS_BETWEEN_PLOTS:
-                self._plot()
+            self._save_results()
 
-    def _plot(self) -> None:
+    def _save_results(self) -> None:
+        save_csv(self.directory.folder, self.rows)
         plot_curves(self.directory.folder, self.rows, self.config.name, self.dataset.name)
-        self.last_plot = time.monotonic()
 
     def _raise_if_stopped(self) -> None:
         number = self.stop_request.received
@@ -303,7 +289,7 @@ class Run:
     def _save_and_exit(self, interrupted: TrainingInterrupted) -> NoReturn:
         state = self.trainer.state()
         if self.context.is_main_process:
-            self._save(state, plot=True)
+            self._save(state)
             stopped = (
                 f"stopped by {interrupted.number.name} in epoch {self.position.epoch} after step {self.position.step}"
             )
@@ -315,14 +301,13 @@ class Run:
     def _finish(self) -> None:
         """Test the weights of the best epoch, or of the last one if there are no images to validate by."""
         folder = self.directory.folder
-        self.trainer.load_model(self.context.on_main(lambda: models.read_weights(folder / models.WEIGHTS)))
+        self.model.load_state_dict(self.context.on_main(lambda: models.read_weights(folder / models.WEIGHTS)))
         test_loss, test_error = self.trainer.evaluate(self.dataset.test)
         check_finite("test loss", test_loss, f"epoch {self.rows[-1]['epoch']}", self.rows[-1]["lr"])
         self.rows[-1]["test_error"] = test_error
         if not self.context.is_main_process:
             return
-        save_csv(folder, self.rows)
-        self._plot()
+        self._save_results()
         self.directory.log(f"finished: test error {test_error:.2%}")
         which = "the best epoch by validation" if len(self.valid) else "the last epoch"
         print(

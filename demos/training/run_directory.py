@@ -16,7 +16,7 @@ from .models import CONFIG, WEIGHTS, ModelConfig
 from .options import CHANGEABLE, PER_CALL, Options, RunOptions, check_option
 from .results import Row
 
-FORMAT = "efficient_densenet run 4"
+FORMAT = "efficient_densenet run 5"
 LAST, LOCK, LOG = "last.pt", "run.lock", "run_log.txt"
 RUN_FILES = (LAST, WEIGHTS, "results.csv", CONFIG)
 

@@ -1,4 +1,4 @@
-"""CIFAR, SVHN, MNIST and Fashion-MNIST through torchvision, which checks, unpacks and downloads their files."""
+"""CIFAR, MNIST and Fashion-MNIST through torchvision, which checks, unpacks and downloads their files."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,11 @@ class Published(NamedTuple):
     class_name: str
     place: str
     horizontal_flip: bool
-    splits: tuple[dict[str, Any], ...] = ({"train": True}, {"train": False})
-    """The arguments of that class for the training and the test images."""
 
 
 DATASETS = {
     "cifar10": Published("CIFAR-10", "CIFAR10", "cifar-10-batches-py", True),
     "cifar100": Published("CIFAR-100", "CIFAR100", "cifar-100-python", True),
-    "svhn": Published("SVHN", "SVHN", "train_32x32.mat", False, ({"split": "train"}, {"split": "test"})),
     "fashion_mnist": Published("Fashion-MNIST", "FashionMNIST", "FashionMNIST", True),
     "mnist": Published("MNIST", "MNIST", "MNIST", False),
 }
@@ -41,12 +38,9 @@ def find(folder: Path, dataset: str | None) -> str | None:
 def read(name: str, folder: Path) -> tuple[Images, Images, tuple[str, ...]]:
     """The training and test images, and the names of the classes."""
     entry = DATASETS[name]
-    if name == "svhn":
-        need("scipy", extra="svhn")
     try:
-        train, test = (_class(name)(folder, **arguments) for arguments in entry.splits)
-        classes = getattr(train, "classes", None) or list("0123456789")  # SVHN has no names
-        return _images(train), _images(test), tuple(map(str, classes))
+        train, test = (_class(name)(folder, train=is_train) for is_train in (True, False))
+        return _images(train), _images(test), tuple(map(str, train.classes))
     except (RuntimeError, OSError, ValueError, EOFError) as exc:
         raise ValueError(
             f"{folder / entry.place} is incomplete or damaged ({' '.join(str(exc).split())[:200]}): copy it again, or "
@@ -58,8 +52,8 @@ def download(folder: Path, dataset: str) -> None:
     title = DATASETS[dataset].title
     print(f"{folder} has no images: downloading {title} into it", flush=True)
     try:
-        for arguments in DATASETS[dataset].splits:
-            _class(dataset)(folder, download=True, **arguments)
+        for is_train in (True, False):
+            _class(dataset)(folder, train=is_train, download=True)
     except (OSError, RuntimeError) as exc:
         raise ConnectionError(
             f"{folder} has no images, and {title} could not be downloaded into it ({' '.join(str(exc).split())}): "
@@ -73,8 +67,7 @@ def _class(name: str) -> Any:
 
 
 def _images(split: Any) -> Images:
-    """torchvision keeps pixels as N × H × W × C (CIFAR), N × C × H × W (SVHN) or N × H × W (MNIST)."""
+    """torchvision keeps pixels as N × H × W × C (CIFAR) or N × H × W (MNIST)."""
     data: Tensor = torch.as_tensor(split.data)
-    data = data[:, None] if data.dim() == 3 else data.permute(0, 3, 1, 2) if data.shape[-1] == 3 else data
-    labels = split.targets if hasattr(split, "targets") else split.labels
-    return Images(data.contiguous(), torch.as_tensor(labels).long())
+    data = data[:, None] if data.dim() == 3 else data.permute(0, 3, 1, 2)
+    return Images(data.contiguous(), torch.as_tensor(split.targets).long())
