@@ -1,11 +1,12 @@
 """Shared by the tests: small networks of every family, comparisons of training steps, and the choice of kernels."""
 
+import contextlib
 import copy
 import gc
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def backward(model: Run, x: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
     output = model(x)
     output.square().sum().backward()
     return output.detach(), x.grad
+
+
+@contextlib.contextmanager
+def patched(owner: object, name: str, new: Callable) -> Iterator[None]:
+    """A function of a module or class is `new` for a while, whose first argument is what it was."""
+    before = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *args, **kwargs: new(before, *args, **kwargs))
+        yield
 
 
 def freeze_norms(model: nn.Module, substring: str = "") -> None:

@@ -1,6 +1,5 @@
 """Hooks on a model and its modules fire once, with the values of plain."""
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -17,6 +16,7 @@ from helpers import (
     assert_same_gradients,
     assert_same_step,
     assert_same_values,
+    patched,
     random_images,
     small_model,
     with_engine,
@@ -217,21 +217,11 @@ class _Quantizing(TorchFunctionMode):
         return torch.round(result * 4) / 4 + 0 * result if func is torch.conv2d else result
 
 
-@contextlib.contextmanager
-def _patched(owner, name: str, new) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, functools.partial(new, before))
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 CHANGED_FUNCTIONS = {
     "a _Quantizing, a function mode": _Quantizing,
-    "a new torch.nn.functional.conv2d": lambda: _patched(F, "conv2d", lambda conv2d, *args: conv2d(*args) * 2),
-    "a new torch.nn.functional.relu": lambda: _patched(F, "relu", lambda relu, x, inplace=False: relu(x) + 1),
-    "a new torch.cat": lambda: _patched(torch, "cat", lambda cat, *args: cat(*args) * 2),
+    "a new torch.nn.functional.conv2d": lambda: patched(F, "conv2d", lambda conv2d, *args: conv2d(*args) * 2),
+    "a new torch.nn.functional.relu": lambda: patched(F, "relu", lambda relu, x, inplace=False: relu(x) + 1),
+    "a new torch.cat": lambda: patched(torch, "cat", lambda cat, *args: cat(*args) * 2),
 }
 
 

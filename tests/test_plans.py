@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchvision
 from grids import grid
-from helpers import assert_close, assert_same_buffers, assert_same_gradients, backward, nodes_of
+from helpers import assert_close, assert_same_buffers, assert_same_gradients, backward, nodes_of, patched
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
@@ -503,20 +503,14 @@ def _hook_on_all_modules() -> Iterator[None]:
         handle.remove()
 
 
-@contextlib.contextmanager
-def _patched(cls: type, name: str) -> Iterator[None]:
-    before = getattr(cls, name)
-    setattr(cls, name, lambda *args: before(*args) * 2)
-    try:
-        yield
-    finally:
-        setattr(cls, name, before)
+def _twice(before: Callable, *args) -> Tensor:
+    return before(*args) * 2
 
 
 CONTEXTS = {
     "a hook on all modules": _hook_on_all_modules,
-    "a class of PyTorch": partial(_patched, nn.Conv2d, "_conv_forward"),
-    "a class of an author": partial(_patched, torchvision.models.densenet._DenseLayer, "forward"),
+    "a class of PyTorch": partial(patched, nn.Conv2d, "_conv_forward", _twice),
+    "a class of an author": partial(patched, torchvision.models.densenet._DenseLayer, "forward", _twice),
 }
 
 

@@ -1,7 +1,5 @@
 """A short training run on digits: `shared` deviates from plain no more than plain runs do from one another."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +7,6 @@ from torch import Tensor
 from training.data import load
 
 from efficient_densenet import create_model
-from efficient_densenet.engine.recording import programs
-from efficient_densenet.engine.stage.statistics import BackwardStatistics
-from efficient_densenet.kernels.interface import BatchNormBackward
 
 STEPS, BATCH = 60, 8
 FIRST = 2
@@ -50,18 +45,8 @@ def _run(
     return torch.tensor(losses, dtype=torch.double), torch.stack(weights)
 
 
-def _without_sums(grad_input: Callable[..., BatchNormBackward]) -> Callable[..., BatchNormBackward]:
-    """A batch norm's backward that omits the gradient through the batch statistics."""
-
-    def omitted(*args: object) -> BatchNormBackward:
-        grad = grad_input(*args)
-        return grad._replace(sums=torch.zeros_like(grad.sums))
-
-    return omitted
-
-
 @pytest.mark.exhaustive
-def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(monkeypatch):
+def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another():
     """BC-100-12, batch 8, 60 steps of SGD, its rate growing from 0.001 to 0.06, against three plain runs that sum in
     other orders. So deep a network amplifies rounding errors tenfold a step and more: the deviation of the loss is
     compared with the largest among the plain runs one step later, and that of the weights after the first steps.
@@ -87,7 +72,3 @@ def test_a_run_deviates_from_plain_no_more_than_plain_runs_from_one_another(monk
     ours, ours_of_weights = deviations("shared", batches)
     assert (ours <= allowed).all()
     assert (ours_of_weights <= FACTOR * largest_of_weights).all()
-    monkeypatch.setattr(BackwardStatistics, "_grad_input", _without_sums(BackwardStatistics._grad_input))
-    programs.forget()
-    _, wrong = deviations("shared", batches[:FIRST])
-    assert (wrong > 2 * FACTOR * largest_of_weights).any()

@@ -187,8 +187,8 @@ def test_a_run_finds_its_images_from_another_directory_and_never_downloads_them(
         done = demo("cp_demo.py", goes_on, "--save", "../run", "--workers", "0", cwd=tmp_path / "other")
         assert "test error" in done.stdout, done.stderr
     (tmp_path / "own").rename(tmp_path / "moved")
-    for goes_on in ("--evaluate", "--resume"):
-        done = demo("cp_demo.py", goes_on, "--save", "run", cwd=tmp_path)
-        refused(done, f"{tmp_path / 'own'} is absent or empty, but")
-        words = ["--save", "run", "--data", "moved", "--stream", "--workers", "0"]
-        assert "test error" in demo("cp_demo.py", goes_on, *words, cwd=tmp_path).stdout
+    refused(
+        demo("cp_demo.py", "--resume", "--save", "run", cwd=tmp_path), f"{tmp_path / 'own'} is absent or empty, but"
+    )
+    words = ["--save", "run", "--data", "moved", "--stream", "--workers", "0"]
+    assert "test error" in demo("cp_demo.py", "--resume", *words, cwd=tmp_path).stdout
