@@ -116,6 +116,7 @@ def test_a_run_that_was_stopped_is_resumed_to_the_same_files(tmp_path):
     same_run(tmp_path / "parted", tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_more_processes_than_images_are_refused(tmp_path):
     words = (*TINY, "--batch_size", "1", "--save", "run", "--device", "cpu")
     for process in fork_processes(2, CP_DEMO, *words, cwd=tmp_path):

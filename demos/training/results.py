@@ -5,17 +5,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from efficient_densenet._extras import need
-
 from . import files
 
 Row = dict[str, Any]
-
-
-def check_dependencies() -> None:
-    """Raise before a run if a package that its end or that of an epoch needs is not installed."""
-    for name in ("tqdm", "matplotlib", "filelock"):
-        need(name, extra="demos")
 
 
 def save_csv(folder: Path, rows: list[Row]) -> None:
@@ -30,7 +22,7 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
     """Draw losses and errors of each epoch; `data` is the data set's name, which may end in a path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -45,6 +37,9 @@ def plot_curves(folder: Path, rows: list[Row], model: str, data: str) -> None:
         axes.set(xlabel="epoch", ylabel=f"{metric}, {unit}")
         if metric == "loss":
             axes.set_yscale("log")
+            low, high = axes.get_ylim()
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+            axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from efficient_densenet import __version__
+from efficient_densenet._extras import need
 from efficient_densenet.models.zoo import build_configured
 from efficient_densenet.weights.named import find_checkpoint
 
@@ -26,7 +27,7 @@ from .finetune import PretrainedWeights, find_weights, inputs_of
 from .loop import Trainer, TrainingPosition, check_finite, num_steps
 from .options import RunOptions, parse
 from .report import describe_epoch, describe_expected_memory, mib, peak_memory, progress_bar
-from .results import Row, check_dependencies, plot_curves, save_csv
+from .results import Row, plot_curves, save_csv
 from .run_directory import LAST, RunDirectory, data_changes, merge_options, run_folder, this_process
 from .signals import StopRequest, TrainingInterrupted
 
@@ -52,8 +53,8 @@ def train(given: dict[str, Any], efficient_engine: str = "best") -> None:
                 options = replace(parse(pretrained.complete(given), efficient_engine), seed=options.seed)
             if can_be_cuda_graph(options, context) and options.cuda_graph is None and not options.compile:
                 options = replace(options, cuda_graph=True)
-            if context.is_main_process:
-                check_dependencies()
+            for name in ("tqdm", "matplotlib", "filelock"):  # which the end of an epoch needs
+                need(name, extra="demos")
             try:
                 Run(options, context, directory, state, pretrained).train()
             except RuntimeError as exc:
