@@ -336,7 +336,7 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
         (_table(CHEXPERT, "a.png,F,60,Frontal,AP,,1"), "line 2: no patient is named"),
         (_table(CHEXPERT, "patient01/a.png,F,60,Frontal,AP,,1"), "1 of 1 pictures are not in "),
         (lambda data: data.parent, "cannot be read as a CSV"),
-        (_file("images/00000001_1.png", b"no image"), "00000001_1.png cannot be read"),
+        (_file("images/00000001_001.png", b"no image"), "00000001_001.png cannot be read"),
     ],
     "segmentation": [
         (_image(MASK, "L", (90, 64)), "has 96 × 64 pixels, but its mask 0001_L.png 90 × 64"),
