@@ -3,11 +3,21 @@
 `test_matches_plain` has its numbers, `test_zoo` its numbers of parameters.
 """
 
+import copy
 import math
+import random
 
 import pytest
 import torch
-from helpers import add_conv_biases, assert_close, convert_and_report, nodes_of
+from helpers import (
+    add_conv_biases,
+    assert_all_close,
+    assert_close,
+    assert_same_buffers,
+    assert_same_gradients,
+    convert_and_report,
+    nodes_of,
+)
 from torch import Tensor, nn
 
 from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models
@@ -58,8 +68,8 @@ def test_all_blocks_run_by_the_shared_engine_with_the_transitions_down_inside():
     model = FCDenseNet(3, (1,) * 11, num_init_features=4, efficient="shared").double()
     names = nodes_of(model(_images(64, 64)))
     assert names.count("SharedStage") == 11
-    assert names.count("Convolution") == 1 + 5 + 1  # the first, the transposed ones, the classifier
-    assert not any("BatchNorm" in name for name in names)
+    assert names.count("Convolution") == 1 + 5  # the first, the transposed ones
+    assert not any(part in name for name in names for part in ("BatchNorm", "Dropout", "MaxPool"))
     assert [change.engine for change in convert_and_report(_small()).changed] == ["shared"] * 5
 
 
@@ -122,8 +132,47 @@ def test_export_and_tracing():
     assert_close(torch.fx.symbolic_trace(model)(x), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(each, marks=pytest.mark.exhaustive) for each in range(8, 200))]
+)
+def test_random_networks_with_a_history_equal_plain(seed):
+    """Of any depth, width and number of dimensions, with dropout and odd sizes: three steps, each in a mode of its own,
+    with gradients that accumulate, and memory that is never above checkpoint's."""
+    chance = random.Random(seed)
+    dims, depth = chance.choice([1, 2, 2, 3]), chance.choice([1, 1, 2, 3])
+    settings = {
+        "growth_rate": chance.randint(2, 6),
+        "block_config": [chance.randint(1, 3) for _ in range(2 * depth + 1)],
+        "num_init_features": chance.randint(3, 9),
+        "drop_rate": chance.choice([0.0, 0.2, 0.5]),
+        "activation": chance.choice(["relu", "relu", "silu"]),
+        "num_classes": chance.choice([0, 1, 4]),
+    }
+    torch.manual_seed(seed)
+    plain = _small(**settings, dims=dims)
+    efficient = copy.deepcopy(plain).set_engine("shared")
+    for step in range(3):
+        size = [2**depth * chance.randint(1, 2) + chance.randint(0, 2**depth) for _ in range(dims)]
+        batch = chance.randint(1 if max(size) >= 2 ** (depth + 1) else 2, 3)  # batch norm needs several values
+        x = torch.randn(batch, 3, *size).double()
+        training, freezes, trains_first, x_needs_grad = (chance.random() < each for each in (0.8, 0.2, 0.5, 0.5))
+        results = []
+        for model in (efficient, plain):
+            model.train(training)
+            if freezes:
+                model.features.denseblock1.eval(), model.features.transition1.norm.eval()
+            model.features.conv0.requires_grad_(trains_first)
+            torch.manual_seed(step)
+            each = x.clone().requires_grad_(x_needs_grad)
+            output = model(each)
+            output.square().sum().backward()
+            results.append([output, *([each.grad] if x_needs_grad else []), torch.rand(1)])
+        assert_all_close(*results, 1e-9)
+        assert_same_gradients(efficient, plain, 1e-9)
+        assert_same_buffers(efficient, plain)
+
+
 def test_memory_of_a_step():
-    """The last block's output and the skipped features are there in any engine."""
     images = torch.randn(1, 3, 64, 64)
 
     def peak(engine: str) -> int:

@@ -156,17 +156,20 @@ def consumer_of(
     if any(must_be_called(module) and module not in sharded for module in consumer.modules()):
         return None
     norm, conv = parts.norm, parts.conv
-    if block is not None and (block.new_features_only or not normalize_alike(block.layers[0].norm1, norm)):
-        return None  # it reads fewer channels, or other statistics
-    if conv is None and _may_widen(norm):
+    if block is not None and block.new_features_only:
+        return None  # it reads fewer channels
+    if norm is None:
+        if block is None or x.dtype is not compute_dtype(x):  # it would need a copy of the features in another dtype
+            return None
+    elif _first(_why_not_norm(norm, dims), *map(_why_not_activation, parts.activations)) is not None:
         return None
-    if _first(_why_not_norm(norm, dims), *map(_why_not_activation, parts.activations)) is not None:
+    elif block is not None and not normalize_alike(block.layers[0].norm1, norm):
+        return None  # it reads other statistics
+    elif (conv is None and _may_widen(norm)) or _why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) is not None:
         return None
     if conv is not None and why_not_conv(conv, dims, 1) is not None:
         return None
-    if _why_norm_raises(norm, x.shape[0] * x.shape[2:].numel()) is not None:
-        return None
-    units = [([norm], [] if conv is None else [conv])]
+    units = [([] if norm is None else [norm], [] if conv is None else [conv])]
     return parts if why_not_precision(units, x, casts_parameters(sharded, x)) is None else None
 
 

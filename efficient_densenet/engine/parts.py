@@ -93,20 +93,25 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class ConsumerParts:
-    """The consumer of a block's output: a norm, or norm, activation, 1×1 convolution and perhaps 2×2 average pooling.
+    """The consumer of a block's output: a norm, or norm, activation, 1×1 convolution and perhaps pooling by two; or a
+    1×1 convolution alone, such as a classifier of pixels.
 
     Attributes:
-        norm, conv: the norm and, if there is one, the convolution.
+        norm, conv: the norm and the convolution; None for the one that there is not.
         pools: True if average pooling with kernel size and stride 2 follows the convolution.
+        max_pools: True if max pooling does, after dropout of the rate `drop_rate` by the function `dropout`.
         activations: the activation between the norm and the convolution; empty for a ReLU without a module.
         after: a function to apply to the result, such as a ReLU or another pooling; autograd differentiates it.
     """
 
-    norm: Norm
+    norm: Any
     conv: _ConvNd | None = None
     pools: bool = False
     activations: tuple[nn.Module, ...] = ()
     after: Callable[[Tensor], Tensor] | None = None
+    max_pools: bool = False
+    drop_rate: float = 0.0
+    dropout: Callable[[Tensor, float], Tensor] = F.dropout
 
     @property
     def activation(self) -> nn.Module | None:
@@ -118,7 +123,9 @@ NORMS: tuple[type[nn.Module], ...] = (*TORCH_CLASSES, *TORCH_CLASSES.values())
 """The classes that normalize as nn.BatchNorm does. A subclass that also applies an activation may be added if every
 reader lists that activation among the parts."""
 
-_AVG_POOLS: dict[Any, Any] = {each.Conv: each.AvgPool for each in DIMENSIONS.values()}
+_POOLS: dict[str, dict[Any, Any]] = {
+    kind: {each.Conv: getattr(each, kind) for each in DIMENSIONS.values()} for kind in ("AvgPool", "MaxPool")
+}
 _BLOCKS: dict[type[nn.Module], Callable[[Any], BlockParts]] = {}
 
 
@@ -179,6 +186,8 @@ def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     if own_parts is not None:
         return own_parts()
     modules = list(cast(nn.Sequential, module)) if _runs_as_sequence(type(module)) else [module]
+    if modules and isinstance(modules[0], _ConvNd):
+        return ConsumerParts(None, modules[0], after=composed(*modules[1:]))
     if not (modules and is_norm(modules[0])):
         return None
     norm, *rest = modules
@@ -190,6 +199,12 @@ def consumer_parts(module: nn.Module) -> ConsumerParts | None:
     if not (activations and isinstance(conv, _ConvNd)):
         return ConsumerParts(norm, after=composed(*activations, *rest))
     rest = rest[1:]
+    dropout = rest[0] if rest and type(rest[0]) is nn.Dropout else None
+    pooling = rest if dropout is None else rest[1:]
+    if pooling and halves(pooling[0], conv, "MaxPool"):
+        rate = dropout.p if dropout is not None and dropout.training else 0.0
+        after = composed(*pooling[1:])
+        return ConsumerParts(norm, conv, False, tuple(activations), after, max_pools=True, drop_rate=rate)
     pools = len(rest) > 0 and halves(rest[0], conv)
     return ConsumerParts(norm, conv, pools, tuple(activations), composed(*rest[pools:]))
 
@@ -249,13 +264,14 @@ def place_of(module: Any, name: str) -> Place:
     return module._parameters, name
 
 
-def halves(pool: Any, conv: nn.Module) -> bool:
-    """Whether `pool` is average pooling of as many dimensions as the convolution `conv` has, with kernel size and
-    stride 2 in each and without padding."""
-    if type(pool) is not _AVG_POOLS.get(type(conv)) or pool.ceil_mode:
+def halves(pool: Any, conv: nn.Module, kind: str = "AvgPool") -> bool:
+    """Whether `pool` is pooling of this kind, of as many dimensions as the convolution `conv` has, with kernel size and
+    stride 2 in each and without padding, dilation or indices."""
+    if type(pool) is not _POOLS[kind].get(type(conv)) or pool.ceil_mode or getattr(pool, "return_indices", False):
         return False
     sizes = {*_as_tuple(pool.kernel_size), *_as_tuple(pool.stride)}
-    return sizes == {2} and set(_as_tuple(pool.padding)) == {0} and not getattr(pool, "divisor_override", None)
+    others = {*_as_tuple(pool.padding), *(each - 1 for each in _as_tuple(getattr(pool, "dilation", 1)))}
+    return sizes == {2} and others == {0} and not getattr(pool, "divisor_override", None)
 
 
 def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:

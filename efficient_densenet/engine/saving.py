@@ -75,7 +75,7 @@ def stage_sizes(block: nn.Module, consumer: nn.Module) -> StageSizes | None:
         channels=layers[-1].conv1.weight.shape[1] + layers[-1].last_conv.weight.shape[0],
         weights=tuple(shapes[: len(convs)]),
         consumer_weight=None if end.conv is None else shapes[-1],
-        pools=end.pools,
+        pools=end.pools or end.max_pools,
         saved=sum(width for keeps, width, _ in inside if keeps),
         layers=tuple((channels, width) for keeps, width, channels in inside if keeps is None),
         trains=not uses_running_statistics(layers[0].norm1),

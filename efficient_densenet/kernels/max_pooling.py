@@ -43,6 +43,11 @@ class MaxPool(NamedTuple):
         return MaxPool((1, *kernel_size), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
 
 
+def max_pool_dtype(images: Tensor) -> torch.dtype:
+    """The dtype of the output of PyTorch's own pooling, which autocast may change: of volumes, on a CPU."""
+    return dimensions_of(images).max_pool(images.new_zeros([1] * images.dim()), 1).dtype
+
+
 def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
     """The size of a pooled side. With `ceil_mode` the last window may end outside the image, but must begin inside
     it or in the left padding."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check, integer, number
+from ..engine.limits import must_be_called
 from ..engine.network import run_sequence
 from .activations import ActivationFactory, activation_factory
 from .base import DenseModel, check_architecture
@@ -63,7 +64,11 @@ class FCDenseNet(DenseModel):
     def forward(self, x: Tensor) -> Tensor:
         """The logits, (N, num_classes, *spatial), of the input's size."""
         self._check_input(x)
-        return self.classifier(self.features(x))
+        if must_be_called(self.features):
+            return self.classifier(self.features(x))
+        x, last_block = self.features.before_last_block(x)
+        modules = ("block", last_block), ("classifier", self.classifier)
+        return run_sequence(modules, x, lambda module: isinstance(module, DenseBlock))[0]
 
     def _smallest_input(self, pixels: int) -> int:
         return pixels * 2**self.features.depth
@@ -118,17 +123,21 @@ class FCFeatures(nn.Module):
         self.num_output_features = channels
 
     def forward(self, x: Tensor) -> Tensor:
+        x, last_block = self.before_last_block(x)
+        return last_block(x)
+
+    def before_last_block(self, x: Tensor) -> tuple[Tensor, nn.Module]:
+        """The input of the last block, and this block."""
         x, skipped = self.conv0(x), []
         for i in range(1, self.depth + 1):
             block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
             modules = ("block", block), ("transition", transition)
             x, outputs = run_sequence(modules, x, lambda module: isinstance(module, DenseBlock), ["block"])
             skipped.append(outputs.pop("block"))
-        x = self.get_submodule(f"denseblock{self.depth + 1}")(x)
         for i in range(self.depth + 1, 2 * self.depth + 1):
+            x = self.get_submodule(f"denseblock{i}")(x)
             x = self.get_submodule(f"transition{i}")(x, skipped.pop())
-            x = self.get_submodule(f"denseblock{i + 1}")(x)
-        return x
+        return x, self.get_submodule(f"denseblock{2 * self.depth + 1}")
 
 
 class TransitionDown(nn.Sequential):

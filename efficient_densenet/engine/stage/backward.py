@@ -14,8 +14,10 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, BatchNormBackward, Conv1x1, GradAccumulator, Gradients, ImageConv
 from ...kernels.portable import to_pixel_matrix, to_spatial
+from ...kernels.row_tiles import tiles
 from ..operator import BackwardInputs
 from .forward import conv1x1, converted_weights
+from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
 
@@ -35,15 +37,17 @@ class Backward:
         self.needs_grad_input, *self.needs_grad = inputs.needs_grad
         self.needs_grads = norm_convs(self.needs_grad)
         self.dropout_masks, self.bottlenecks = list(saved.dropout_masks), list(saved.bottlenecks)
+        self.codes = saved.codes
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
         self.grad_bottleneck: Tensor | None = None
         self.grad_output: Tensor | None = None
+        self.grad_product: tuple[Tensor, Tensor] | None = None
 
     def run(self) -> list[Tensor | None]:
         """The gradients of the stage's input and of its parameters."""
         self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
-        if self.grad_consumer is None:  # the loss depends on the block's output alone: nothing overwrites grad_accum
+        if self.grad_consumer is None or not self.spec.has_consumer_norm:  # no consumer overwrites grad_accum
             self.grad_accum.zero_()
         if self.spec.consumer is not None and self.grad_consumer is not None:
             self._consumer(self.spec.consumer, self.grad_consumer)
@@ -71,8 +75,14 @@ class Backward:
         With `may_overwrite` the result may be a view of grad_accum.
         """
         grad_accum = self.grad_accum[:, self.spec.segment_columns(segment)]
+        in_place = segment == 0 and self.spec.grad_input_in_place
         if self.spec.frozen:
-            grad_input = grad_accum.contiguous()
+            grad_input = grad_accum if in_place else grad_accum.contiguous()
+        elif in_place:
+            backward, grad_input = self.statistics.grad_features(segment, grad_accum), grad_accum
+            for rows in tiles(grad_accum, self.statistics.dtype):
+                tile = backward._replace(values=backward.values[rows], grad_accum=grad_accum[rows])
+                grad_accum[rows] = self.kernels.batch_norm_grad_input(tile)
         else:
             backward = self.statistics.grad_features(segment, grad_accum)
             previous, self.grad_output = self.grad_output, None
@@ -83,6 +93,9 @@ class Backward:
         if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
             columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
             to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns])
+        if self.grad_product is not None:
+            grad, weight = self.grad_product
+            grad_input.addmm_(grad, weight[:, self.spec.segment_columns(segment)])
         return grad_input
 
     def _layer(self, i: int, grad_output: Tensor) -> None:
@@ -155,20 +168,32 @@ class Backward:
         return self.statistics.grad_input(number, output, grad_accum)
 
     def _consumer(self, consumer: ConsumerSpec, grad_output: Tensor) -> None:
-        number = self.spec.consumer_norm
-        grad, input = to_pixel_matrix(grad_output), self._input(number, consumer.activation)
-        accumulator = self._accumulator(number, overwrite=True)
+        number, grad = self.spec.consumer_norm, to_pixel_matrix(grad_output)
+        grad_bias = None
+        if not consumer.has_norm:
+            weight = self.tensors[number].conv_weight
+            self.grad_product = grad, weight.flatten(1)
+            if self.needs_grads[number].conv_bias:
+                self._store_bias(number, grad.sum(0, dtype=self.statistics.dtype))
+            if self.needs_grads[number].conv_weight:
+                self.grads[number * PER_NORM + 2] = self.statistics.grad_weight(grad).view_as(weight)
+            return
+        input, accumulator = self._input(number, consumer.activation), self._accumulator(number, overwrite=True)
         if not consumer.has_conv:
             grads = self.kernels.affine_backward(grad, input, accumulator)
         else:
             conv1 = self.tensors[number].conv_weight.flatten(1)
+            conv = ImageConv(input, conv1, self.shape)
             if consumer.pools:
-                grads = self.kernels.pooled_conv1x1_backward(grad, ImageConv(input, conv1, self.shape), accumulator)
+                grads = self.kernels.pooled_conv1x1_backward(grad, conv, accumulator)
+            elif consumer.max_pools:
+                pooled = MaxPooled(self.kernels, conv, consumer.drop_rate)
+                grads, grad_bias = pooled.backward(grad, self.codes, accumulator, self.statistics.dtype)
             else:
                 grads = self.kernels.conv1x1_backward(BatchNormBackward(grad, grad), input, conv1, accumulator)
-        if self.needs_grads[number].conv_bias:
-            self._store_bias(number, grad.sum(0, dtype=self.statistics.dtype))
         self._store(number, grads)
+        if self.needs_grads[number].conv_bias:
+            self._store_bias(number, grad.sum(0, dtype=self.statistics.dtype) if grad_bias is None else grad_bias)
 
     def _store(self, number: int, grads: Gradients) -> None:
         """Store the gradients of norm `number`, and of the weight of the convolution after it."""

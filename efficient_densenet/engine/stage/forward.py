@@ -11,6 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
+from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
 
@@ -47,6 +48,7 @@ class Forward:
         self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
         self.bottlenecks: list[Tensor] = []
         self.bottleneck: Tensor | None = None
+        self.codes: Tensor | None = None
         self.block_output: Tensor | None = None
         if spec.returns_features:
             self.block_output = spec.empty_images(self.x, spec.num_output_channels, self.shape)
@@ -65,7 +67,8 @@ class Forward:
         """The tensors computed for the backward, in the order of `SavedStage`, without `StageInputs.stored`."""
         computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
-        return [*computed, *([count] if isinstance(count, Tensor) else []), *self.bottlenecks]
+        others = [each for each in (count, self.codes) if isinstance(each, Tensor)]
+        return [*computed, *others, *self.bottlenecks]
 
     def _write(
         self, segment: int, values: Tensor, statistics: StatisticsOutput | None = None, bias: Tensor | None = None
@@ -128,12 +131,21 @@ class Forward:
 
     def _consumer(self, consumer: ConsumerSpec) -> Tensor:
         number, shape = self.spec.consumer_norm, self.shape
-        input, tensors = self._input(number, consumer.activation), self.tensors[number]
-        if not consumer.has_conv:
+        tensors = self.tensors[number]
+        input = self._input(number, consumer.activation) if consumer.has_norm else None
+        if input is None:
+            output = self.statistics.product(tensors.conv_weight.flatten(1))
+        elif not consumer.has_conv:
             output = self.kernels.affine_forward(input)
         elif consumer.pools:
             conv = ImageConv(input, tensors.conv_weight.flatten(1), self.shape)
             output, shape = self.kernels.pooled_conv1x1_forward(conv), halved(self.shape)
+        elif consumer.max_pools:
+            conv = ImageConv(input, tensors.conv_weight.flatten(1), self.shape)
+            mask = to_pixel_matrix(next(self.dropout_masks)) if consumer.drop_rate else None
+            pooled = MaxPooled(self.kernels, conv, consumer.drop_rate)
+            output, self.codes = pooled.forward(tensors.conv_bias, mask)
+            tensors, shape = tensors._replace(conv_bias=None), halved(self.shape)
         else:
             conv = conv1x1(input, tensors.conv_weight.flatten(1))
             self.kernels.conv1x1_forward(conv)

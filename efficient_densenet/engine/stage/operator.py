@@ -23,7 +23,10 @@ class SharedStage(EngineNode):
 class StageOperator(Operator):
     name = "stage"
     inputs_schema = "Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored,"
-    saved_schema = "Tensor features, Tensor statistics, Tensor? count, Tensor[] bottlenecks, Tensor[] dropout_masks,"
+    saved_schema = (
+        "Tensor features, Tensor statistics, Tensor? count, Tensor? codes, Tensor[] bottlenecks, "
+        "Tensor[] dropout_masks,"
+    )
     inputs_type, saved_type, node = StageInputs, SavedStage, SharedStage
     decode = staticmethod(decode)
 
@@ -35,7 +38,9 @@ class StageOperator(Operator):
     def to_save(self, spec: StageSpec, inputs: StageInputs, computed: Sequence[Tensor]) -> SavedStage:
         features, statistics, *rest = *inputs.stored, *computed
         count = rest.pop(0) if spec.has_count else None
-        return SavedStage(features, statistics, count, rest, inputs.dropout_masks, inputs.parameters)
+        codes = rest.pop(0) if spec.consumer is not None and spec.consumer.max_pools else None
+        masks = inputs.dropout_masks[: sum(layer.drop_rate > 0 for layer in spec.layers)]
+        return SavedStage(features, statistics, count, codes, rest, masks, inputs.parameters)
 
     def gradients(self, spec: StageSpec, inputs: BackwardInputs) -> Sequence[Tensor | None]:
         return Backward(spec, inputs).run()
@@ -65,21 +70,26 @@ class StageOperator(Operator):
             channels = spec.order.total
             if weight is not None:
                 dtype_of_output, channels = spec.torch_dtype, weight.shape[0]
-            if spec.consumer.pools:
+            if spec.consumer.pools or spec.consumer.max_pools:
                 sides = [side // 2 for side in sides]
             size, memory_format = (x.shape[0], channels, *sides), spec.consumer_memory_format(x)
             outputs.append(torch.empty(size, dtype=dtype_of_output, device=x.device, memory_format=memory_format))
         if spec.returns_features:
             outputs.append(spec.empty_images(x, spec.num_output_channels, shape))
         computed = [x.new_empty(pixels, spec.order.total), x.new_empty(3, spec.num_columns, dtype=dtype)]
-        count = [x.new_empty((), dtype=dtype)] if spec.has_count else []
+        others = [x.new_empty((), dtype=dtype)] if spec.has_count else []
+        if spec.consumer is not None and spec.consumer.max_pools:
+            others.append(x.new_empty(x.shape[0] * math.prod(sides), channels, dtype=torch.uint8))
         bottlenecks = [
             x.new_empty(pixels, layer.width, dtype=spec.torch_dtype) for layer in spec.layers if layer.keep_bottleneck
         ]
-        return [*outputs, *computed[len(inputs.stored) :], *count, *bottlenecks]
+        return [*outputs, *computed[len(inputs.stored) :], *others, *bottlenecks]
 
     def fake_grad_input(self, spec: StageSpec, shape: Sequence[int], saved: SavedStage) -> Tensor:
-        matrix = saved.features.new_empty(saved.features.shape[0], spec.in_channels)
+        columns = spec.order.slice(0, spec.in_channels)
+        channels = spec.order.total if spec.grad_input_in_place else spec.in_channels
+        matrix = saved.features.new_empty(saved.features.shape[0], channels)
+        matrix = matrix[:, columns] if spec.grad_input_in_place else matrix
         return matrix.view(*shape, matrix.shape[1]).movedim(-1, 1)
 
 

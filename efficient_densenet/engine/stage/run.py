@@ -5,7 +5,7 @@ A model may call a block and the transition after it separately: two stages, the
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ..._compilers import specialized
 from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
 from ..._torch_private import convolution_memory_format
 from ...kernels.average_pooling import average_pool_dtype
+from ...kernels.max_pooling import max_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..operator import are_ordinary, run_operator
@@ -57,7 +58,7 @@ class StagePlan:
             running_var of each frozen norm.
         sharded: the modules that the stage runs inside of.
         after: as in `ConsumerParts`.
-        dropouts: the layer's number, the function and the rate, for each layer with dropout.
+        dropouts: the layer's number, the function and the rate, for each layer with dropout, and then the consumer.
     """
 
     def __init__(
@@ -76,17 +77,20 @@ class StagePlan:
         running: list[Place] = []
         updates, bias = [], None
         for (norm, conv), (features, columns, frozen) in zip(units, self.spec.norms, strict=True):
-            if frozen:
+            if norm is None:
+                self.places += [_NO_TENSOR] * 2
+            elif frozen:
                 running += [place_of(norm, "running_mean"), place_of(norm, "running_var")]
             else:
                 updates.append(NormUpdate(norm, columns, bias if features is None else None))
-            self.places += [place_of(norm, "weight"), place_of(norm, "bias")]
+            self.places += [] if norm is None else [place_of(norm, "weight"), place_of(norm, "bias")]
             self.places += [_NO_TENSOR] * 2 if conv is None else [place_of(conv, "weight"), place_of(conv, "bias")]
             bias = len(self.places) - 1
         self.num_parameters = len(self.places)
         self.places += running
         self.statistics = RunningStatistics(updates)
-        self.dropouts = [(i, layer.dropout, layer.drop_rate) for i, layer in enumerate(block.layers) if layer.drop_rate]
+        with_dropout = [*block.layers, *([] if consumer is None else [consumer])]
+        self.dropouts = [(i, each.dropout, each.drop_rate) for i, each in enumerate(with_dropout) if each.drop_rate]
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -108,6 +112,8 @@ class StagePlan:
         output, *features = self.apply(x, *self.tensors, stored=stored)
         if self.spec.consumer is not None and self.spec.consumer.pools:
             output = as_dtype(output, average_pool_dtype(output))
+        if self.spec.consumer is not None and self.spec.consumer.max_pools:
+            output = as_dtype(output, max_pool_dtype(output))
         return (output if self.after is None else self.after(output), *features)  # by ordinary autograd
 
     def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
@@ -126,19 +132,22 @@ class StagePlan:
         return tuple(results[:count])
 
     def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """For each layer with dropout, a mask of the kept values. It is drawn by dropout of ones, in the shape and the
-        memory format of the plain layer's output, so that the random numbers are the plain layer's."""
+        """For each layer with dropout, and the consumer, a mask of the kept values. It is drawn by dropout of ones, in
+        the shape and the memory format of the plain layer's output, so that the random numbers are the plain layer's.
+        """
         if not self.dropouts:
             return []
-        masks, formats = [], [self.spec.memory_format(x)] * len(self.spec.layers)
+        masks, formats = [], [self.spec.memory_format(x)] * (len(self.spec.layers) + 1)
         with torch.no_grad():
             if not torch.compiler.is_compiling() and are_ordinary(x) and x.device.type != "meta":
-                weights = tensors[2 : self.spec.consumer_norm * PER_NORM : PER_NORM]
+                weights = tensors[2::PER_NORM]
                 layouts = tuple((weight.shape, weight.stride()) for weight in weights if weight is not None)
                 flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.get_num_threads()
                 formats = _output_formats(self.spec, x.shape, x.device, layouts, flags)
-            size = x.shape[0], self.spec.growth_rate, *x.shape[2:]
             for i, dropout, drop_rate in self.dropouts:
+                is_layer = i < len(self.spec.layers)
+                channels = self.spec.growth_rate if is_layer else len(cast(Tensor, tensors[2 - PER_NORM]))
+                size = x.shape[0], channels, *x.shape[2:]
                 ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=formats[i])
                 masks.append(dropout(ones.fill_(1), drop_rate) != 0)
         return masks
@@ -202,6 +211,9 @@ def _output_formats(
         formats.append(output_format)
         if output_format != of_features:  # features of two formats are concatenated into a contiguous tensor
             of_features = torch.contiguous_format
+    for shape, stride in layouts:  # the consumer's
+        x = torch.empty(size[0], shape[1], *size[2:], memory_format=of_features, **options)
+        formats.append(convolution_memory_format(x, torch.empty_strided(shape, stride, **options), 0, 1))
     return formats
 
 
@@ -227,7 +239,11 @@ def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, req
         )
     end, keeps_channels_last = None, False
     if consumer is not None:
-        end = ConsumerSpec(consumer.conv is not None, consumer.pools, activation_spec(consumer.activation))
+        activation = activation_spec(consumer.activation)
+        max_pooling = consumer.max_pools, specialized(float(consumer.drop_rate))
+        end = ConsumerSpec(
+            consumer.conv is not None, consumer.pools, activation, consumer.norm is not None, *max_pooling
+        )
         keeps_channels_last = request.keeps_channels_last and consumer.after is None and x.dim() in CHANNELS_LAST
     return StageSpec(
         dtype=str(compute_dtype(x)).removeprefix("torch."),

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
+from ...kernels.portable import halved, to_spatial
+from .max_pooled import at_codes
 from .spec import ConsumerSpec, SavedStage, StageSpec, norm_convs
 
 
@@ -67,11 +69,14 @@ class PlainStage:
     def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:
         number = self.spec.consumer_norm
         tensors = self.tensors[number]
-        x = self._norm(x, number, self.spec.eps)
+        x = self._norm(x, number, self.spec.eps) if consumer.has_norm else x
         if not consumer.has_conv:
             return x
-        x = consumer.activation.forward(x)
+        x = consumer.activation.forward(x) if consumer.has_norm else x
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
+        if consumer.max_pools:
+            codes = to_spatial(self.saved.codes, halved(torch.Size([x.shape[0], *x.shape[2:]])))
+            return at_codes(x, codes) * (1 / (1 - consumer.drop_rate or 1))
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
     def _norm(self, x: Tensor, number: int, eps: float) -> Tensor:

@@ -34,11 +34,14 @@ class LayerSpec(NamedTuple):
 
 
 class ConsumerSpec(NamedTuple):
-    """The settings of a transition, or of a norm alone (`has_conv` is False)."""
+    """The settings of a transition, of a norm alone (`has_conv` is False) or of a convolution alone (`has_norm` is)."""
 
     has_conv: bool
     pools: bool
     activation: ActivationSpec = ActivationSpec()
+    has_norm: bool = True
+    max_pools: bool = False
+    drop_rate: float = 0.0
 
 
 class ChannelOrder(NamedTuple):
@@ -74,7 +77,7 @@ class NormSpec(NamedTuple):
 
 class NormConv(NamedTuple):
     """The tensors of a norm and of the convolution after it. A norm alone has no convolution, a convolution perhaps no
-    bias."""
+    bias; a convolution alone has no norm."""
 
     norm_weight: Tensor
     norm_bias: Tensor
@@ -98,6 +101,7 @@ class StageSpec:
         eps: the eps of the norms of the features.
         sync_group: the name of the process group over which batch statistics are computed, if there is one.
         layers, consumer: the settings of the layers and of the consumer.
+        has_consumer_norm: False for a consumer that is a convolution alone.
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
         norms: all norms, each layer's and then the consumer's.
@@ -133,6 +137,7 @@ class StageSpec:
         self.num_output_channels = self.output_order.total - self.output_order.first
         self.returns_features = self.return_features or self.consumer is None
         self.num_outputs = (self.consumer is not None) + self.returns_features
+        self.has_consumer_norm = self.consumer is None or self.consumer.has_norm
         self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
         self.has_count = self.sync_group is not None and self.updates
         self.layer_norms: list[slice] = []
@@ -153,14 +158,15 @@ class StageSpec:
         if self.consumer is not None:
             self.sizes.append((self.order.total, None, 1))
             frozen.append(None)
-            activations += [self.consumer.activation] if self.consumer.has_conv else []
+            activations += [self.consumer.activation] if self.consumer.has_conv and self.has_consumer_norm else []
         self.activations = sorted({each.name for each in activations})
         self.norms: list[NormSpec] = []
         self.num_columns = 0 if self.frozen else self.order.total
         for (channels, *_), inside in zip(self.sizes, frozen, strict=True):
             features = self.order.slice(0, channels) if inside is None else None
-            if features is not None and not self.frozen:
-                self.norms.append(NormSpec(features, features, False))
+            is_conv_alone = len(self.norms) == len(self.sizes) - 1 and not self.has_consumer_norm
+            if features is not None and (not self.frozen or is_conv_alone):
+                self.norms.append(NormSpec(features, features, self.frozen))
                 continue
             columns = slice(self.num_columns, self.num_columns + channels)
             self.norms.append(NormSpec(features, columns, self.frozen if inside is None else inside))
@@ -171,6 +177,12 @@ class StageSpec:
         if self._hash is None:
             self._hash = hash(tuple(getattr(self, name) for name in _FIELDS))
         return self._hash
+
+    @property
+    def grad_input_in_place(self) -> bool:
+        """Whether the gradient of the stage's input is a part of the sum of the consumers' gradients, where it is most
+        of it: a copy would take more memory than the rest of the sum, which then lives as long as this gradient."""
+        return 2 * self.in_channels > self.order.total
 
     def empty_images(self, x: Tensor, channels: int, shape: Sequence[int]) -> Tensor:
         """Uninitialized images like those that the stage returns beside the consumer's; `shape` is (N, *spatial)."""
@@ -265,13 +277,15 @@ class SavedStage(NamedTuple):
         features: (pixels, channels), centered unless the norms are frozen.
         statistics: the matrix of `ForwardStatistics`.
         count: how many values of a channel the processes of the sync group have, if there is one.
+        codes: as in `MaxPooled`, of a consumer with max pooling.
         bottlenecks: (pixels, width) for each layer that keeps its bottleneck.
-        dropout_masks, parameters: as in `StageInputs`.
+        dropout_masks, parameters: as in `StageInputs`; masks of the layers.
     """
 
     features: Tensor
     statistics: Tensor
     count: Tensor | None
+    codes: Any
     bottlenecks: Sequence[Tensor]
     dropout_masks: Sequence[Tensor]
     parameters: Sequence[Tensor | None]

@@ -45,6 +45,10 @@ class _Statistics:
         mean = None if is_centered else self.mean[norm.columns]
         return BatchNormAffine(tensors.norm_weight, tensors.norm_bias, self.inv_std[norm.columns], mean, norm.frozen)
 
+    def _means(self) -> Tensor:
+        """Of the features, where these are centered."""
+        return self.mean[: self.features.shape[1]]
+
     def input(self, number: int, tensors: NormConv, activation: ActivationSpec) -> AffineInput:
         """The input of the convolution after norm `number`, a norm of the features, and its activation."""
         return AffineInput(self.features[:, self.spec.norms[number].features], self.norm(number, tensors), activation)
@@ -99,6 +103,11 @@ class ForwardStatistics(_Statistics):
             mean.sub_(bias)
         torch.add(variance, eps, out=inv_std).rsqrt_()
 
+    def product(self, weight: Tensor) -> Tensor:
+        """The features times `weight` (out_channels, channels): a convolution that reads them without a norm."""
+        output = self.features.mm(weight.t())
+        return output if self.spec.frozen else output.add_(weight.to(self.mean.dtype) @ self._means())
+
     def finish(self) -> Tensor:
         """The matrix, after the last norm."""
         if self.spec.updates and not self.is_stored:
@@ -134,6 +143,13 @@ class BackwardStatistics(_Statistics):
         """The gradient of the values that norm `number` inside a layer reads, with its batch statistics."""
         columns = self.spec.norms[number].columns
         return self._grad_input(values, grad_accum, columns, self.mean[columns])
+
+    def grad_weight(self, grad: Tensor) -> Tensor:
+        """The gradient of a weight with which `ForwardStatistics.product` has multiplied the features."""
+        grad_weight = grad.t().mm(self.features)
+        if self.spec.frozen:
+            return grad_weight
+        return grad_weight.add_(torch.outer(grad.sum(0, dtype=self.dtype), self._means()))
 
     def _grad_input(self, values: Tensor, grad_accum: Tensor, columns: slice, mean: Tensor | None) -> BatchNormBackward:
         sums, count = self._sums[:, columns], self.count
