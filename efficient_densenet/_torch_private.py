@@ -118,6 +118,11 @@ saved_tensors_hooks_enabled = _private(
 )
 """Returns False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
 
+top_saved_tensors_hooks = _private(
+    "_C._autograd._top_saved_tensors_default_hooks", "one matrix for both ends of a skip connection", ()
+)
+"""Returns the hooks for saved tensors here, or None."""
+
 _cache_enabled = _private("nn.utils.parametrize._cache_enabled", "recomputing parametrizations", True)
 
 

@@ -6,6 +6,7 @@
 import copy
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from helpers import (
     assert_close,
     assert_same_buffers,
     assert_same_gradients,
+    assert_same_step,
+    backward,
     convert_and_report,
     nodes_of,
 )
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models
+from efficient_densenet.engine.choose import Engine
 from efficient_densenet.memory import tensor_peak
 
 PAPER = {"fc_densenet56": 1.4, "fc_densenet67": 3.5, "fc_densenet103": 9.4}
@@ -170,6 +175,91 @@ def test_random_networks_with_a_history_equal_plain(seed):
         assert_all_close(*results, 1e-9)
         assert_same_gradients(efficient, plain, 1e-9)
         assert_same_buffers(efficient, plain)
+
+
+def _hook(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _checkpointed(model: FCDenseNet, x: Tensor, **options) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(model, x, **options)
+
+
+def _offloaded(model: FCDenseNet, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return model(x)
+
+
+def _seen_by_a_mode(model: FCDenseNet, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False):
+        return model(x)
+
+
+ALONE = {
+    "a hook on the block on the way up": lambda model: _hook(model.features.denseblock5),
+    "a hook on the transition up": lambda model: _hook(model.features.transition3),
+    "a hook on the transition down": lambda model: _hook(model.features.transition2),
+    "a hook on the block on the way down": lambda model: _hook(model.features.denseblock2),
+    "a hook on the features": lambda model: _hook(model.features),
+    "a hook on the classifier": lambda model: _hook(model.classifier),
+    "another eps on the way up": lambda model: [
+        setattr(each.norm1, "eps", 0.1) for each in model.features.denseblock5.children()
+    ],
+    "frozen norms on the way up": lambda model: model.features.denseblock4.eval(),
+    "frozen norms on the way down": lambda model: model.features.denseblock1.eval(),
+    "frozen norms": lambda model: model.eval(),
+    "another engine on the way up": lambda model: setattr(model.features.denseblock5, "engine", Engine.CHECKPOINT),
+    "another engine on the way down": lambda model: setattr(model.features.denseblock1, "engine", Engine.PLAIN),
+    "channels_last": lambda model: model.to(memory_format=torch.channels_last),
+    "only the classifier is trained": lambda model: model.features.requires_grad_(False),
+    "the block on the way up is not trained": lambda model: model.features.denseblock5.requires_grad_(False),
+    "only the way down is trained": lambda model: [
+        each.requires_grad_("block1" in name) for name, each in model.named_parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_ends_of_a_skip_connection_that_differ_or_are_seen_equal_plain(case):
+    plain = _small(drop_rate=0.3)
+    efficient = copy.deepcopy(plain).set_engine(True)
+    for model in (plain, efficient):
+        if "engine" not in case or model is efficient:
+            ALONE[case](model)
+    for _ in range(3):
+        assert_same_step(efficient, plain, _images(9, 10))
+
+
+RUNS = {
+    "saved tensors elsewhere": _offloaded,
+    "a checkpoint": partial(_checkpointed, use_reentrant=False),
+    "a reentrant checkpoint": partial(_checkpointed, use_reentrant=True),
+    "a dispatch mode": _seen_by_a_mode,
+    "without gradients": lambda model, x: torch.no_grad()(model)(x) * 1 + x.sum(),
+    "another forward before the backward": lambda model, x: [model(x), model(x + 1)][0],
+    "both forwards in one loss": lambda model, x: model(x) * model(x + 1),
+    "a model without a classifier": lambda model, x: model.features(x),
+    "functional_call": lambda model, x: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+}
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_forwards_of_any_kind_equal_plain(case):
+    plain = _small(drop_rate=0.0 if "checkpoint" in case else 0.3)
+    efficient = copy.deepcopy(plain).set_engine("shared")
+    for _ in range(3):
+        x = _images(8, 11)
+        assert_all_close(*(backward(partial(RUNS[case], model), x) for model in (efficient, plain)), 1e-10)
+        assert_same_gradients(efficient, plain)
+        assert_same_buffers(efficient, plain)
+
+
+def test_a_graph_that_is_kept_gives_its_gradients_again():
+    model = _small(efficient="shared", drop_rate=0.3)
+    output = model(_images(8, 12))
+    parameters = list(model.parameters())
+    first, second = (torch.autograd.grad(output.sum(), parameters, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
 
 
 def test_memory_of_a_step():

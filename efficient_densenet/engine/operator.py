@@ -81,6 +81,10 @@ class Operator:
         """The outputs, then the other tensors that are computed for the backward."""
         raise NotImplementedError
 
+    def written(self, spec: Any, inputs: Any) -> Sequence[Tensor]:
+        """The inputs that `compute` changes, of ordinary tensors alone: the operators change none."""
+        return ()
+
     def to_save(self, spec: Any, inputs: Any, computed: Sequence[Tensor]) -> Any:
         """What the backward reads; `computed` are the results of `compute` without the outputs."""
         raise NotImplementedError
@@ -179,7 +183,8 @@ class Operator:
 
     def _run_forward(self, spec: Any, inputs: Any) -> list[Tensor]:
         inputs = inputs._replace(x=inputs.x.resolve_neg())  # kernels read memory, not a view that negates it
-        return self._run(spec, inputs.x, (), _flat(inputs), lambda: self.compute(spec, inputs))
+        compute = partial(self.compute, spec, inputs)
+        return self._run(spec, inputs.x, (), _flat(inputs), compute, self.written(spec, inputs))
 
     def _run_backward(self, spec: Any, inputs: BackwardInputs) -> list[Tensor]:
         """The gradients that are needed, contiguous and in the dtype of the parameters."""
@@ -204,6 +209,7 @@ class Operator:
         settings: tuple,
         tensors: Sequence[Tensor | None],
         compute: Callable[[], list[Tensor]],
+        written: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """What `compute` returns, which depends on the specification, the settings and the tensors; replayed where it
         has been recorded.
@@ -214,7 +220,7 @@ class Operator:
             kernels = kernels_for(values, spec.activations)
             if spec.sync_group is not None:
                 return compute()
-            return programs.run(compute, (self.name, spec, kernels, *settings), tensors)
+            return programs.run(compute, (self.name, spec, kernels, *settings), tensors, written)
 
 
 def run_operator(operator: Operator, spec: Any, inputs: Any) -> list[Tensor]:

@@ -84,6 +84,11 @@ class AffineInput(NamedTuple):
         """The accumulation dtype."""
         return self.norm.inv_std.dtype
 
+    def columns(self, columns: slice) -> "AffineInput":
+        """These of the channels."""
+        norm = self.norm._replace(**{k: v[columns] for k, v in self.norm._asdict().items() if isinstance(v, Tensor)})
+        return self._replace(values=self.values[:, columns], norm=norm)
+
     def tile(self, rows: slice) -> "AffineInput":
         return self._replace(values=self.values[rows])
 

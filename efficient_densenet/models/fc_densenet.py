@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._checks import check, integer, number
 from ..engine.limits import must_be_called
-from ..engine.network import run_sequence
+from ..engine.skip import Room, run_down, run_up
 from .activations import ActivationFactory, activation_factory
 from .base import DenseModel, check_architecture
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
@@ -64,11 +64,9 @@ class FCDenseNet(DenseModel):
     def forward(self, x: Tensor) -> Tensor:
         """The logits, (N, num_classes, *spatial), of the input's size."""
         self._check_input(x)
-        if must_be_called(self.features):
+        if must_be_called(self.features) or not self.num_classes:
             return self.classifier(self.features(x))
-        x, last_block = self.features.before_last_block(x)
-        modules = ("block", last_block), ("classifier", self.classifier)
-        return run_sequence(modules, x, lambda module: isinstance(module, DenseBlock))[0]
+        return self.features.run(x, self.classifier)
 
     def _smallest_input(self, pixels: int) -> int:
         return pixels * 2**self.features.depth
@@ -105,6 +103,11 @@ class FCFeatures(nn.Module):
     ) -> None:
         super().__init__()
         self.depth, last = len(block_config) // 2, len(block_config)
+        # What each block on the way down leaves for the one of its size on the way up: what that reads and adds.
+        new = [growth_rate * num_layers for num_layers in block_config]
+        self.rooms = [
+            Room(*each) for each in zip(new[-2 : self.depth - 1 : -1], new[: -self.depth - 1 : -1], strict=True)
+        ]
         self.conv0 = modules_for(dims).Conv(in_channels, num_init_features, kernel_size=3, padding=1)
         channels, skipped = num_init_features, []
         for i, num_layers in enumerate(block_config, start=1):
@@ -123,21 +126,25 @@ class FCFeatures(nn.Module):
         self.num_output_features = channels
 
     def forward(self, x: Tensor) -> Tensor:
-        x, last_block = self.before_last_block(x)
-        return last_block(x)
+        return self.run(x)
 
-    def before_last_block(self, x: Tensor) -> tuple[Tensor, nn.Module]:
-        """The input of the last block, and this block."""
+    def run(self, x: Tensor, classifier: nn.Module | None = None) -> Tensor:
+        """The features, or the output of the classifier, which reads them where they are stored."""
         x, skipped = self.conv0(x), []
-        for i in range(1, self.depth + 1):
-            block, transition = self.get_submodule(f"denseblock{i}"), self.get_submodule(f"transition{i}")
-            modules = ("block", block), ("transition", transition)
-            x, outputs = run_sequence(modules, x, lambda module: isinstance(module, DenseBlock), ["block"])
-            skipped.append(outputs.pop("block"))
-        for i in range(self.depth + 1, 2 * self.depth + 1):
-            x = self.get_submodule(f"denseblock{i}")(x)
-            x = self.get_submodule(f"transition{i}")(x, skipped.pop())
-        return x, self.get_submodule(f"denseblock{2 * self.depth + 1}")
+        blocks = [self.get_submodule(f"denseblock{i}") for i in range(1, 2 * self.depth + 2)]
+        transitions = [self.get_submodule(f"transition{i}") for i in range(1, 2 * self.depth + 1)]
+        for i in range(self.depth):
+            x, output = run_down(blocks[i], transitions[i], x, self.rooms[i], _is_block)
+            skipped.append(output)
+        x = blocks[self.depth](x)
+        for i in range(self.depth, 2 * self.depth):
+            last = classifier if i == 2 * self.depth - 1 else None
+            x = run_up(transitions[i], blocks[i + 1], last, x, skipped.pop(), _is_block)
+        return x
+
+
+def _is_block(module: nn.Module) -> bool:
+    return isinstance(module, DenseBlock)
 
 
 class TransitionDown(nn.Sequential):
@@ -160,10 +167,14 @@ class TransitionUp(nn.Module):
 
     def __init__(self, channels: int, dims: int = 2) -> None:
         super().__init__()
-        self.conv, self.dims = modules_for(dims).ConvTranspose(channels, channels, kernel_size=3, stride=2), dims
+        self.conv = modules_for(dims).ConvTranspose(channels, channels, kernel_size=3, stride=2)
 
     def forward(self, x: Tensor, skipped: Tensor) -> Tensor:
+        return torch.cat([self.upsampled(x, skipped.shape[2:]), skipped], 1)
+
+    def upsampled(self, x: Tensor, size: Sequence[int]) -> Tensor:
+        """The result of the convolution, cropped to this size."""
         x = self.conv(x)
-        for dim in range(2, self.dims + 2):
-            x = x.narrow(dim, 0, skipped.shape[dim])
-        return torch.cat([x, skipped], 1)
+        for dim in range(len(self.conv.kernel_size)):  # torch.fx cannot iterate over sizes
+            x = x.narrow(dim + 2, 0, size[dim])
+        return x

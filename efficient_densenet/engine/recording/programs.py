@@ -41,9 +41,14 @@ def mode() -> str:
     return chosen
 
 
-def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Sequence[Tensor | None]) -> list[Tensor]:
-    """What `function` returns. It reads the tensors `externals` and changes none of them; all else on which it depends
-    is in `settings`, or the same in the whole process.
+def run(
+    function: Callable[[], list[Tensor]],
+    settings: Hashable,
+    externals: Sequence[Tensor | None],
+    written: Sequence[Tensor] = (),
+) -> list[Tensor]:
+    """What `function` returns. It reads the tensors `externals` and changes of them those in `written` alone; all else
+    on which it depends is in `settings`, or the same in the whole process.
     """
     types, tensors = list(map(type, externals)), [each for each in externals if each is not None]
     if not _can_record(types, tensors[0].device.type):
@@ -65,7 +70,7 @@ def run(function: Callable[[], list[Tensor]], settings: Hashable, externals: Seq
         return function()
     if entry is not _SEEN:
         return function()
-    recorder = Recorder(tensors)
+    recorder = Recorder(tensors, written)
     with recorder.recording():
         outputs = function()
     _remember(key, recorder.reason or Program(recorder, outputs))

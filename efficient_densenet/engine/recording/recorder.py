@@ -68,7 +68,7 @@ class Memory:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees a run whose tensors come from `externals`, of which none is written.
+    """Sees a run whose tensors come from `externals`, of which those in `written` alone are written.
 
     Attributes:
         memories: of the externals, then those that the run allocates.
@@ -78,8 +78,9 @@ class Recorder(TorchDispatchMode):
         reason: why the run cannot be replayed, "" if it can.
     """
 
-    def __init__(self, externals: Sequence[Tensor]) -> None:
+    def __init__(self, externals: Sequence[Tensor], written: Sequence[Tensor] = ()) -> None:
         super().__init__()
+        self.written = {i for i, each in enumerate(externals) if any(each is other for other in written)}
         self.events: list[Allocation | Operation | Launch] = []
         self.memories = [Memory(each, 0) for each in externals]
         self.num_externals = len(externals)
@@ -162,7 +163,8 @@ class Recorder(TorchDispatchMode):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor) and self.place(tensor).memory < self.num_externals:
+                number = self.place(tensor).memory if isinstance(tensor, Tensor) else self.num_externals
+                if number < self.num_externals and number not in self.written:
                     raise _CannotRecordError(f"{func} changes a tensor that the engine was given")
 
     def _event(self, func: Any, args: Any, kwargs: Any = None, output: Any = None) -> None:

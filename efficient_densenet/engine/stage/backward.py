@@ -1,10 +1,14 @@
 """The backward of a stage: from the consumer to the first layer, accumulating each consumer's gradient of the features.
 
-`grad_accum` holds G = Σ γ · g, summed over the consumers: the gradient of the normalized features x̂. γ is the weight
+`grad_accum` holds G = Σ γ · g, summed over the consumers: the gradient of the normalized features x̂, in a matrix for
+each group of columns that leaves the stage by itself. γ is the weight
 of a consumer's norm, and g the gradient of this norm's output. When the last consumer of a channel is done, the
 channel's G becomes the gradient of the features, D + r · (G − mean(G) − x̂ · mean(G · x̂)), with r = 1 / sqrt(var +
 eps), and with D the gradient of the block's output.
 """
+
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,8 +21,9 @@ from ...kernels.portable import to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
 from ..operator import BackwardInputs
 from .forward import conv1x1, converted_weights
+from .masks import unpack
 from .max_pooled import MaxPooled
-from .spec import PER_NORM, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
+from .spec import PER_NORM, SKIPPED, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
 
 
@@ -27,14 +32,17 @@ class Backward:
 
     def __init__(self, spec: StageSpec, inputs: BackwardInputs) -> None:
         saved: SavedStage = inputs.saved
-        self.spec, self.shape, self.features = spec, inputs.shape, saved.features
+        self.spec, self.shape, self.features = spec, inputs.shape, spec.own(saved.features)
         spec.check_shapes(saved.parameters, len(inputs.shape) - 1)  # `weight.data` may be another tensor by now
         self.grad_consumer = None if spec.consumer is None else inputs.grad_outputs[0]
         self.grad_block = inputs.grad_outputs[-1] if spec.returns_features else None
+        if self.grad_block is not None and any(spec.room):
+            self.grad_block = to_spatial(self.grad_block, self.shape)
         self.kernels = kernels_for(self.features, spec.activations)
-        self.statistics = BackwardStatistics(spec, saved.features, saved.statistics, saved.count)
+        self.statistics = BackwardStatistics(spec, self.features, saved.statistics, saved.count)
         self.tensors = norm_convs(converted_weights(saved.parameters, spec.torch_dtype, self.kernels))
         self.needs_grad_input, *self.needs_grad = inputs.needs_grad
+        self.needs_grad_input |= spec.skip > 0 and self.needs_grad[-1]
         self.needs_grads = norm_convs(self.needs_grad)
         self.dropout_masks, self.bottlenecks = list(saved.dropout_masks), list(saved.bottlenecks)
         self.codes = saved.codes
@@ -43,12 +51,12 @@ class Backward:
         self.grad_bottleneck: Tensor | None = None
         self.grad_output: Tensor | None = None
         self.grad_product: tuple[Tensor, Tensor] | None = None
+        self.is_written = False
 
     def run(self) -> list[Tensor | None]:
         """The gradients of the stage's input and of its parameters."""
-        self.grad_accum = torch.empty_like(self.features, memory_format=torch.contiguous_format)
-        if self.grad_consumer is None or not self.spec.has_consumer_norm:  # no consumer overwrites grad_accum
-            self.grad_accum.zero_()
+        pixels, groups = len(self.features), self.spec.grad_groups
+        self.grad_accum = [(each, self.features.new_empty(pixels, each.stop - each.start)) for each in groups]
         if self.spec.consumer is not None and self.grad_consumer is not None:
             self._consumer(self.spec.consumer, self.grad_consumer)
         for i in reversed(range(len(self.spec.layers))):
@@ -57,63 +65,87 @@ class Backward:
             grad_output = self._grad_features(i + 1, may_overwrite=True)
             self._layer(i, as_dtype(grad_output, self.spec.torch_dtype))
         self.grad_bottleneck = self.grad_output = None
+        if self.spec.skip:
+            del self.grad_accum[2:]
+            self.grads[-1] = self._grad_features(SKIPPED) if self.needs_grad[-1] else None
         return [to_spatial(self._grad_features(0), self.shape) if self.needs_grad_input else None, *self.grads]
 
     def _no_grad_needed_through(self, i: int) -> bool:
         """Whether neither this layer nor anything before it needs a gradient."""
         return not self.needs_grad_input and not any(self.needs_grad[: self.spec.layer_norms[i].stop * PER_NORM])
 
-    def _accumulator(self, number: int, overwrite: bool = False) -> GradAccumulator:
-        """Where the consumer after norm `number`, a norm of the features, accumulates."""
-        grad_accum = self.grad_accum[:, self.spec.norms[number].features]
-        needs_grad_weight = self.needs_grads[number].conv_weight
-        return GradAccumulator(grad_accum, overwrite, needs_grad_weight, self.statistics.sums(number))
+    def _accumulators(self, number: int) -> list[tuple[slice, GradAccumulator]]:
+        """Where the consumer after norm `number`, a norm of the features, accumulates, for each group of the channels
+        that it reads. The first consumer overwrites what is there."""
+        read, sums, accumulators = cast(slice, self.spec.norms[number].features), self.statistics.sums(number), []
+        settings = not self.is_written, self.needs_grads[number].conv_weight
+        for group, matrix in self.grad_accum:
+            start, stop = max(group.start, read.start), min(group.stop, read.stop)
+            if start < stop:
+                columns = slice(start - read.start, stop - read.start)
+                grad_accum = matrix[:, start - group.start : stop - group.start]
+                accumulator = GradAccumulator(grad_accum, *settings, None if sums is None else sums[:, columns])
+                accumulators.append((columns, accumulator))
+        self.is_written = True
+        return accumulators
 
     def _grad_features(self, segment: int, may_overwrite: bool = False) -> Tensor:
         """The gradient of a segment of the features, whose consumers are all done.
 
         With `may_overwrite` the result may be a view of grad_accum.
         """
-        grad_accum = self.grad_accum[:, self.spec.segment_columns(segment)]
-        in_place = segment == 0 and self.spec.grad_input_in_place
+        columns = self.spec.segment_columns(segment)
+        in_place = segment <= 0 and self.spec.grad_input_in_place
+        if not self.is_written:
+            grad_input = self.features.new_zeros(len(self.features), columns.stop - columns.start)
+        else:
+            group, matrix = next(each for each in self.grad_accum if each[0].start <= columns.start < each[0].stop)
+            grad_accum = matrix[:, columns.start - group.start : columns.stop - group.start]
+            grad_input = self._finished(columns, grad_accum, may_overwrite, in_place)
+        if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
+            columns_of_output = self.spec.output_order.slice(*self.spec.channels_of(segment))
+            to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns_of_output])
+        if self.grad_product is not None:
+            grad, weight = self.grad_product
+            grad_input.addmm_(grad, weight[:, columns])
+        return grad_input
+
+    def _finished(self, columns: slice, grad_accum: Tensor, may_overwrite: bool, in_place: bool) -> Tensor:
+        """The gradient of these columns of the features, from the sum of their consumers' gradients."""
         if self.spec.frozen:
-            grad_input = grad_accum if in_place else grad_accum.contiguous()
-        elif in_place:
-            backward, grad_input = self.statistics.grad_features(segment, grad_accum), grad_accum
+            return grad_accum if in_place else grad_accum.contiguous()
+        backward = self.statistics.grad_features(columns, grad_accum)
+        if in_place:
             for rows in tiles(grad_accum, self.statistics.dtype):
                 tile = backward._replace(values=backward.values[rows], grad_accum=grad_accum[rows])
                 grad_accum[rows] = self.kernels.batch_norm_grad_input(tile)
-        else:
-            backward = self.statistics.grad_features(segment, grad_accum)
-            previous, self.grad_output = self.grad_output, None
-            if previous is not None and (not may_overwrite or previous.shape != grad_accum.shape):
-                previous = None
-            grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite, previous)
-            self.grad_output = grad_input if may_overwrite else None
-        if self.grad_block is not None and (segment > 0 or not self.spec.new_features_only):
-            columns = self.spec.output_order.slice(*self.spec.channels_of(segment))
-            to_spatial(grad_input, self.shape).add_(self.grad_block[:, columns])
-        if self.grad_product is not None:
-            grad, weight = self.grad_product
-            grad_input.addmm_(grad, weight[:, self.spec.segment_columns(segment)])
+            return grad_accum
+        previous, self.grad_output = self.grad_output, None
+        if previous is not None and (not may_overwrite or previous.shape != grad_accum.shape):
+            previous = None
+        grad_input = self.kernels.batch_norm_grad_input(backward, may_overwrite, previous)
+        self.grad_output = grad_input if may_overwrite else None
         return grad_input
 
     def _layer(self, i: int, grad_output: Tensor) -> None:
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         first, last = norms.start, norms.stop - 1
         if layer.drop_rate:
-            grad_output.mul_(to_pixel_matrix(self.dropout_masks.pop())).mul_(1 / (1 - layer.drop_rate or 1))
+            grad_output.mul_(unpack(self.dropout_masks.pop(), *grad_output.shape)).mul_(1 / (1 - layer.drop_rate or 1))
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:
-            input = self._input(first, layer.activation1)
-            conv = ImageConv(input, self.tensors[first].conv_weight, self.shape, layer.dilation)
-            self._store(first, self.kernels.conv3x3_backward(grad_output, conv, self._accumulator(first)))
+            input, weight, parts = self._input(first, layer.activation1), self.tensors[first].conv_weight, []
+            for columns, accumulator in self._accumulators(first):
+                conv = ImageConv(input.columns(columns), weight[:, columns], self.shape, layer.dilation)
+                parts.append(self.kernels.conv3x3_backward(grad_output, conv, accumulator))
+            self._store(first, joined(parts))
             return
         conv = self._bottleneck(i)
         grad_bottleneck = self._grad_bottleneck(layer, last, conv.output, grad_output)
         self.next_bottleneck = self._next_bottleneck(i - 1, layer, conv.output)
-        arguments = grad_bottleneck, conv.input, conv.weight, self._accumulator(first)
+        ((_, accumulator),) = self._accumulators(first)
+        arguments = grad_bottleneck, conv.input, conv.weight, accumulator
         self._store(first, self.kernels.conv1x1_backward(*arguments, self.next_bottleneck))
 
     def _input(self, number: int, activation: ActivationSpec) -> AffineInput:
@@ -178,7 +210,7 @@ class Backward:
             if self.needs_grads[number].conv_weight:
                 self.grads[number * PER_NORM + 2] = self.statistics.grad_weight(grad).view_as(weight)
             return
-        input, accumulator = self._input(number, consumer.activation), self._accumulator(number, overwrite=True)
+        input, ((_, accumulator),) = self._input(number, consumer.activation), self._accumulators(number)
         if not consumer.has_conv:
             grads = self.kernels.affine_backward(grad, input, accumulator)
         else:
@@ -205,3 +237,12 @@ class Backward:
     def _store_bias(self, number: int, grad: Tensor) -> None:
         """Store the gradient of the bias of the convolution after norm `number`."""
         self.grads[number * PER_NORM + 3] = grad
+
+
+def joined(parts: Sequence[Gradients]) -> Gradients:
+    """The gradients of a norm and of the weight after it, from those of its channels in groups."""
+    if len(parts) == 1:
+        return parts[0]
+    weights = [each.conv_weight for each in parts if each.conv_weight is not None]
+    norm = torch.cat([each.norm_weight for each in parts]), torch.cat([each.norm_bias for each in parts])
+    return Gradients(*norm, torch.cat(weights, 1) if weights else None)

@@ -11,6 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
+from .masks import unpack
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
@@ -32,6 +33,7 @@ class StageInputs(NamedTuple):
     running_statistics: Sequence[Tensor] = ()
     dropout_masks: Sequence[Tensor] = ()
     stored: Sequence[Tensor] = ()
+    skipped: Sequence[Tensor] = ()
 
 
 class Forward:
@@ -41,31 +43,37 @@ class Forward:
         self.spec, self.inputs, self.x = spec, inputs, inputs.x
         self.shape = torch.Size([self.x.shape[0], *self.x.shape[2:]])
         spec.check_shapes(inputs.parameters, self.x.dim() - 2)
-        features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), spec.order.total)
+        columns = spec.order.total + sum(spec.room)
+        self.features = inputs.stored[0] if inputs.stored else self.x.new_empty(self.shape.numel(), columns)
+        features = spec.own(self.features)
         self.kernels = kernels_for(features, spec.activations)
         self.statistics = ForwardStatistics(spec, self.kernels, features, *inputs.stored[1:])
+        if inputs.skipped:
+            self.statistics.copy_skipped(*inputs.skipped)
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
         self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
         self.bottlenecks: list[Tensor] = []
         self.bottleneck: Tensor | None = None
         self.codes: Tensor | None = None
         self.block_output: Tensor | None = None
-        if spec.returns_features:
+        if spec.returns_features and not any(spec.room):
             self.block_output = spec.empty_images(self.x, spec.num_output_channels, self.shape)
 
     def run(self) -> tuple[Tensor, ...]:
         """The consumer's output, the block's output, or both."""
-        if not self.inputs.stored:
+        if self.spec.skip or not self.inputs.stored:
             self._write(0, to_pixel_matrix(self.x))
         for i in range(len(self.spec.layers)):
             self._write(i + 1, *self._layer(i))
         self.bottleneck = None
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
+        if any(self.spec.room):
+            outputs.append(self.x.new_empty(()).expand(self.shape.numel(), self.spec.num_output_channels))
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
     def computed(self) -> list[Tensor]:
         """The tensors computed for the backward, in the order of `SavedStage`, without `StageInputs.stored`."""
-        computed = [self.statistics.features, self.statistics.finish()][len(self.inputs.stored) :]
+        computed = [self.features, self.statistics.finish()][len(self.inputs.stored) :]
         count = self.statistics.count
         others = [each for each in (count, self.codes) if isinstance(each, Tensor)]
         return [*computed, *others, *self.bottlenecks]
@@ -101,8 +109,11 @@ class Forward:
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        mask = to_pixel_matrix(next(self.dropout_masks))
-        return output.mul_(mask).mul_(1 / (1 - layer.drop_rate or 1)), None, None
+        return (
+            output.mul_(unpack(next(self.dropout_masks), *output.shape)).mul_(1 / (1 - layer.drop_rate or 1)),
+            None,
+            None,
+        )
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
         """The input of the 3×3 convolution. `input` is the input of the 1×1 convolution, after norm `number`.
@@ -142,7 +153,8 @@ class Forward:
             output, shape = self.kernels.pooled_conv1x1_forward(conv), halved(self.shape)
         elif consumer.max_pools:
             conv = ImageConv(input, tensors.conv_weight.flatten(1), self.shape)
-            mask = to_pixel_matrix(next(self.dropout_masks)) if consumer.drop_rate else None
+            size = self.shape.numel(), len(tensors.conv_weight)
+            mask = unpack(next(self.dropout_masks), *size) if consumer.drop_rate else None
             pooled = MaxPooled(self.kernels, conv, consumer.drop_rate)
             output, self.codes = pooled.forward(tensors.conv_bias, mask)
             tensors, shape = tensors._replace(conv_bias=None), halved(self.shape)

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ..._tensors import accumulation_dtype
-from ...kernels.interface import MEAN
 from ...kernels.portable import to_spatial
 from ..operator import BackwardInputs, EngineNode, Operator
 from .backward import Backward
@@ -22,7 +21,7 @@ class SharedStage(EngineNode):
 
 class StageOperator(Operator):
     name = "stage"
-    inputs_schema = "Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored,"
+    inputs_schema = "Tensor[] running_statistics, Tensor[] dropout_masks, Tensor[] stored, Tensor[] skipped,"
     saved_schema = (
         "Tensor features, Tensor statistics, Tensor? count, Tensor? codes, Tensor[] bottlenecks, "
         "Tensor[] dropout_masks,"
@@ -34,6 +33,9 @@ class StageOperator(Operator):
         forward = Forward(spec, inputs)
         outputs = forward.run()
         return [*outputs, *forward.computed()]
+
+    def written(self, spec: StageSpec, inputs: StageInputs) -> Sequence[Tensor]:
+        return inputs.stored[:1] if spec.skip else ()
 
     def to_save(self, spec: StageSpec, inputs: StageInputs, computed: Sequence[Tensor]) -> SavedStage:
         features, statistics, *rest = *inputs.stored, *computed
@@ -54,9 +56,7 @@ class StageOperator(Operator):
 
     def input_values(self, spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
         """From the features, whose first channels they are."""
-        columns = spec.order.slice(0, spec.in_channels)
-        values = saved.features[:, columns]
-        return to_spatial(values if spec.frozen else (values + saved.statistics[MEAN, columns]).to(values.dtype), shape)
+        return to_spatial(spec.values(saved.features, saved.statistics, 0), shape)
 
     def plain(self, spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
         return PlainStage(spec, saved, parameters).run(x)
@@ -74,9 +74,12 @@ class StageOperator(Operator):
                 sides = [side // 2 for side in sides]
             size, memory_format = (x.shape[0], channels, *sides), spec.consumer_memory_format(x)
             outputs.append(torch.empty(size, dtype=dtype_of_output, device=x.device, memory_format=memory_format))
-        if spec.returns_features:
+        if any(spec.room):
+            outputs.append(x.new_empty(()).expand(pixels, spec.num_output_channels))
+        elif spec.returns_features:
             outputs.append(spec.empty_images(x, spec.num_output_channels, shape))
-        computed = [x.new_empty(pixels, spec.order.total), x.new_empty(3, spec.num_columns, dtype=dtype)]
+        columns = spec.order.total + sum(spec.room)
+        computed = [x.new_empty(pixels, columns), x.new_empty(3, spec.num_columns, dtype=dtype)]
         others = [x.new_empty((), dtype=dtype)] if spec.has_count else []
         if spec.consumer is not None and spec.consumer.max_pools:
             others.append(x.new_empty(x.shape[0] * math.prod(sides), channels, dtype=torch.uint8))

@@ -4,8 +4,8 @@ A model may call a block and the transition after it separately: two stages, the
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple, cast
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from ..._tensors import CHANNELS_LAST, as_dtype, compute_dtype, memory_format_of
 from ..._torch_private import convolution_memory_format
 from ...kernels.average_pooling import average_pool_dtype
 from ...kernels.max_pooling import max_pool_dtype
+from ...kernels.portable import to_pixel_matrix, to_spatial
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
-from ..operator import are_ordinary, run_operator
+from ..operator import Connected, are_ordinary, run_operator
 from ..parts import BlockParts, ConsumerParts, Place, activation_spec, place_of
 from ..sharded import run_inside
 from .forward import StageInputs
+from .masks import pack
 from .operator import STAGE
 from .running_statistics import NormUpdate, RunningStatistics
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, StageSpec
@@ -37,12 +39,17 @@ class StageRequest(NamedTuple):
         return_features: it returns the block's output too.
         num_saved: how many of its layers, the last ones, save their bottlenecks if they leave it open; None where no
             layer saves any, since there is no backward.
+        room: the columns that its features leave free before and after their own; it returns a `Skip` for the block's
+            output then.
+        skip: how many channels of its input, the last ones, are stored in the features already.
     """
 
     input_format: torch.memory_format | None = None
     keeps_channels_last: bool = False
     return_features: bool = False
     num_saved: int | None = 0
+    room: tuple[int, int] = (0, 0)
+    skip: int = 0
 
 
 USUAL_REQUEST = StageRequest()
@@ -99,15 +106,18 @@ class StagePlan:
 
     def why_not_shapes(self, x: Tensor) -> str | None:
         """Why the input and the parameters as they are now do not fit one another, or None."""
-        if x.shape[1] != self.spec.in_channels:
-            return f"found an input of {x.shape[1]} channels, where the first norm takes {self.spec.in_channels}"
+        channels = x.shape[1] + self.spec.skip
+        if channels != self.spec.in_channels:
+            return f"found an input of {channels} channels, where the first norm takes {self.spec.in_channels}"
         return self.spec.why_not_shapes(self.tensors, x.dim() - 2)
 
-    def run(self, x: Tensor) -> tuple[Tensor, ...]:
+    def run(self, x: Tensor, skip: "Skip | None" = None) -> tuple[Any, ...]:
         """The consumer's output, the block's output, or both: the only way into the operator."""
-        return run_inside(self.sharded, self._run, x)
+        return run_inside(self.sharded, partial(self._run, skip), x)
 
-    def _run(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _run(self, skip: "Skip | None", x: Tensor) -> tuple[Any, ...]:
+        if skip is not None:
+            return self.apply(x, *self.tensors, skip=skip)
         stored = () if self.spec.layers else stored_features(x, self.spec)
         output, *features = self.apply(x, *self.tensors, stored=stored)
         if self.spec.consumer is not None and self.spec.consumer.pools:
@@ -116,25 +126,32 @@ class StagePlan:
             output = as_dtype(output, max_pool_dtype(output))
         return (output if self.after is None else self.after(output), *features)  # by ordinary autograd
 
-    def apply(self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def apply(
+        self, x: Tensor, *tensors: Tensor | None, stored: Sequence[Tensor] = (), skip: "Skip | None" = None
+    ) -> tuple[Any, ...]:
         """The outputs before the operations after the consumer's convolution, with `tensors` as the parameters.
 
         `stored` are features that a block has stored already, and their statistics.
         """
-        running = [values[name] for values, name in self.places[self.num_parameters :]]
-        inputs = StageInputs(x, tensors, running, self._dropout_masks(x, tensors), stored)
-        results = run_operator(STAGE, self.spec, inputs)
+        running, skipped = [values[name] for values, name in self.places[self.num_parameters :]], []
+        masks, parameters = self._dropout_masks(x, tensors), tensors
+        if skip is not None:  # `data`, since the block on the way down has saved the features, but not these columns
+            stored, parameters = [skip.features.data], (*tensors, skip.edge)
+            skipped = [] if self.spec.frozen else [skip.statistics[:, : skip.spec.order.total]]
+        results = run_operator(STAGE, self.spec, StageInputs(x, parameters, running, masks, stored, skipped))
         count = self.spec.num_outputs
         features, statistics, *_ = *stored, *results[count:]
         if not torch.compiler.is_compiling():
             remember_features(self.spec, results[0], features, statistics)
         self.statistics.update(statistics, tensors)
+        if any(self.spec.room):
+            return results[0], Skip(results[1], features, statistics, self.spec, torch.Size([len(x), *x.shape[2:]]))
         return tuple(results[:count])
 
     def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """For each layer with dropout, and the consumer, a mask of the kept values. It is drawn by dropout of ones, in
-        the shape and the memory format of the plain layer's output, so that the random numbers are the plain layer's.
-        """
+        """For each layer with dropout, and the consumer, the bits of a mask of the kept values. It is drawn by dropout
+        of ones, in the shape and the memory format of the plain layer's output: its random numbers are the plain
+        layer's."""
         if not self.dropouts:
             return []
         masks, formats = [], [self.spec.memory_format(x)] * (len(self.spec.layers) + 1)
@@ -149,8 +166,31 @@ class StagePlan:
                 channels = self.spec.growth_rate if is_layer else len(cast(Tensor, tensors[2 - PER_NORM]))
                 size = x.shape[0], channels, *x.shape[2:]
                 ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=formats[i])
-                masks.append(dropout(ones.fill_(1), drop_rate) != 0)
+                masks.append(pack(to_pixel_matrix(dropout(ones.fill_(1), drop_rate) != 0)))
         return masks
+
+
+class Skip(NamedTuple):
+    """A block's output, which the block of its size on the way up of a U-Net reads where it is stored.
+
+    Attributes:
+        edge: the place of the output in autograd's graph, (pixels, channels) without memory.
+        features, statistics: what the block's stage, of this specification, has stored.
+        shape: (N, *spatial).
+    """
+
+    edge: Tensor
+    features: Tensor
+    statistics: Tensor
+    spec: StageSpec
+    shape: torch.Size
+
+    def images(self) -> Tensor:
+        """The output, for modules that cannot read it where it is."""
+        segments = range(len(self.spec.layers) + 1)
+        values = torch.cat([self.spec.values(self.features, self.statistics, each) for each in segments], 1)
+        images = to_spatial(Connected.apply(self.edge, values), self.shape)
+        return images.contiguous(memory_format=self.spec.memory_format(images))
 
 
 class BlockFeatures:
@@ -168,7 +208,13 @@ class BlockFeatures:
 
 def remember_features(spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
     """Let a consumer of a block's output find the features. Only an ordinary output, with a node, has them."""
-    if spec.consumer is None and not spec.new_features_only and type(output) is Tensor and output.grad_fn is not None:
+    if (
+        spec.consumer is None
+        and not spec.new_features_only
+        and not spec.skip
+        and type(output) is Tensor
+        and output.grad_fn is not None
+    ):
         output.grad_fn.block_features = BlockFeatures(spec, output, features, statistics)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -254,6 +300,8 @@ def _read_spec(block: BlockParts, consumer: ConsumerParts | None, x: Tensor, req
         newest_first=block.newest_first,
         new_features_only=block.new_features_only,
         return_features=request.return_features,
+        room=request.room,
+        skip=request.skip,
         frozen=uses_running_statistics(norm),
         eps=specialized(float(eps_of(norm))),
         sync_group=None if group is None else group.name,

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
-from ...kernels.portable import halved, to_spatial
+from ...kernels.portable import halved, to_pixel_matrix, to_spatial
+from ..operator import Connected
+from .masks import unpack
 from .max_pooled import at_codes
-from .spec import ConsumerSpec, SavedStage, StageSpec, norm_convs
+from .spec import SKIPPED, ConsumerSpec, SavedStage, StageSpec, norm_convs
 
 
 def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, statistics: Tensor | None) -> Tensor:
@@ -30,10 +32,14 @@ class PlainStage:
 
     def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
+        self.edge = parameters[-1]
         self.dropout_masks = iter(saved.dropout_masks)
 
     def run(self, x: Tensor) -> list[Tensor]:
         features = [x]
+        if self.spec.skip:
+            values = self.spec.values(self.saved.features, self.saved.statistics, SKIPPED)
+            features.append(to_spatial(Connected.apply(self.edge, values), torch.Size([x.shape[0], *x.shape[2:]])))
         for i in range(len(self.spec.layers)):
             new = self._layer(i, self._concatenated(features))
             features.append(new.to(x.dtype))
@@ -41,7 +47,9 @@ class PlainStage:
         if self.spec.consumer is not None:
             outputs.append(self._consumer(self.spec.consumer, self._concatenated(features)))
         if self.spec.returns_features:
-            outputs.append(self._concatenated(features[1:] if self.spec.new_features_only else features))
+            new = features[1 + bool(self.spec.skip) :]
+            output = self._concatenated(new if self.spec.new_features_only else features)
+            outputs.append(to_pixel_matrix(output) if any(self.spec.room) else output)
         return outputs
 
     def _concatenated(self, features: list[Tensor]) -> Tensor:
@@ -62,7 +70,8 @@ class PlainStage:
         x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
-            mask = next(self.dropout_masks)
+            pixels = self.saved.features.shape[0]
+            mask = to_spatial(unpack(next(self.dropout_masks), pixels, x.shape[1]), torch.Size([len(x), *x.shape[2:]]))
             x = x * mask * (1 / (1 - layer.drop_rate or 1))
         return x
 

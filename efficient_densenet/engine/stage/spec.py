@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from ..._compilers import constant_to_compilers
 from ..._tensors import CHANNELS_LAST
 from ...kernels.activations import ActivationSpec
+from ...kernels.interface import MEAN
 
 
 class LayerSpec(NamedTuple):
@@ -96,6 +98,9 @@ class StageSpec:
         in_channels, growth_rate: how many channels the stage's input has, and how many each layer adds.
         newest_first, new_features_only: as in `BlockParts`.
         return_features: the stage returns the block's output after the consumer's.
+        room: how many columns the matrix of features has before and after the stage's own; the block's output is its
+            place in autograd's graph alone then.
+        skip: how many channels of the input, the last ones, another stage has stored in the features.
         frozen: the norms of the features use their running statistics; weight and bias may still require
             gradients.
         eps: the eps of the norms of the features.
@@ -121,6 +126,8 @@ class StageSpec:
     newest_first: bool
     new_features_only: bool
     return_features: bool
+    room: tuple[int, int]
+    skip: int
     frozen: bool
     eps: float
     sync_group: str | None
@@ -182,7 +189,26 @@ class StageSpec:
     def grad_input_in_place(self) -> bool:
         """Whether the gradient of the stage's input is a part of the sum of the consumers' gradients, where it is most
         of it: a copy would take more memory than the rest of the sum, which then lives as long as this gradient."""
-        return 2 * self.in_channels > self.order.total
+        return self.skip > 0 or 2 * self.in_channels > self.order.total
+
+    @property
+    def grad_groups(self) -> list[slice]:
+        """The columns of the sums of gradients in matrices of their own, which are freed one by one: of the input, of
+        the skipped channels and of the others, but for the last layer's, which no norm of such a stage reads."""
+        if not self.skip:
+            return [slice(0, self.order.total)]
+        ends = 0, self.in_channels - self.skip, self.in_channels, self.order.total - self.growth_rate
+        return [slice(start, stop) for start, stop in pairwise(ends) if start < stop]
+
+    def own(self, features: Tensor) -> Tensor:
+        """The stage's columns of the matrix of features."""
+        return features[:, self.room[0] : self.room[0] + self.order.total] if any(self.room) else features
+
+    def values(self, features: Tensor, statistics: Tensor, segment: int) -> Tensor:
+        """What is stored of a segment, by the statistics of the stage's columns."""
+        columns = self.segment_columns(segment)
+        values = self.own(features)[:, columns]
+        return values if self.frozen else (values + statistics[MEAN, columns]).to(values.dtype)
 
     def empty_images(self, x: Tensor, channels: int, shape: Sequence[int]) -> Tensor:
         """Uninitialized images like those that the stage returns beside the consumer's; `shape` is (N, *spatial)."""
@@ -201,8 +227,11 @@ class StageSpec:
 
     def channels_of(self, segment: int) -> tuple[int, int]:
         """The first channel of a segment of the features and the channel after its last: segment 0 is the stage's
-        input, segment i + 1 the output of layer i."""
-        return (self.channels_read(segment - 1) if segment else 0), self.channels_read(segment)
+        input, without those that are `SKIPPED`, and segment i + 1 the output of layer i."""
+        if segment <= 0:
+            first = self.in_channels - self.skip
+            return (0, first) if segment == 0 else (first, self.in_channels)
+        return self.channels_read(segment - 1), self.channels_read(segment)
 
     def segment_columns(self, segment: int) -> slice:
         """The columns of a segment in the features, and in the matrix of statistics unless their norms are frozen."""
@@ -257,6 +286,7 @@ def encode(*settings: Any) -> str:
 def decode(text: str) -> StageSpec:
     """The specification whose `encoded` is `text`."""
     *settings, layers, consumer = json.loads(text)
+    settings[_FIELDS.index("room")] = tuple(settings[_FIELDS.index("room")])
     layers = tuple(_decoded(LayerSpec, layer) for layer in layers)
     return StageSpec(*settings, layers=layers, consumer=None if consumer is None else _decoded(ConsumerSpec, consumer))
 
@@ -265,6 +295,9 @@ def _decoded(cls: Any, values: Sequence[Any]) -> Any:
     """The named tuple with these values, of which lists are activations."""
     return cls(*(ActivationSpec(*value) if isinstance(value, list) else value for value in values))
 
+
+SKIPPED = -1
+"""The segment of the channels that another stage has stored."""
 
 PER_NORM = len(NormConv._fields)
 """A stage's parameters for each norm."""
@@ -292,5 +325,6 @@ class SavedStage(NamedTuple):
 
 
 def norm_convs(tensors: Sequence[Any]) -> list[NormConv]:
-    """A stage's parameters, or one value for each of them, grouped by norm."""
-    return [NormConv(*tensors[i : i + PER_NORM]) for i in range(0, len(tensors), PER_NORM)]
+    """A stage's parameters, or one value for each of them, grouped by norm; without the place of skipped channels in
+    autograd's graph, which is the last one if there are any."""
+    return [NormConv(*tensors[i : i + PER_NORM]) for i in range(0, len(tensors) // PER_NORM * PER_NORM, PER_NORM)]

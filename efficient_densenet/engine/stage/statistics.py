@@ -24,7 +24,7 @@ from ...kernels.interface import (
     StatisticsOutput,
 )
 from ...norms.sync_batch_norm import SyncGroup
-from .spec import NormConv, StageSpec
+from .spec import SKIPPED, NormConv, StageSpec
 
 Count = int | Tensor
 """The number of values per channel; a tensor where the processes of a sync group have added up their counts."""
@@ -64,6 +64,12 @@ class ForwardStatistics(_Statistics):
             stored = features.new_empty(3, spec.num_columns, dtype=accumulation_dtype(features.dtype))
         super().__init__(spec, features, stored)
         self.count: Count = features.shape[0]
+        self.skipped: Tensor | None = None
+
+    def copy_skipped(self, statistics: Tensor) -> None:
+        """Take the statistics of the channels that another stage has stored, whose variances are unbiased already."""
+        self.skipped = statistics
+        self.matrix[:, self.spec.segment_columns(SKIPPED)].copy_(statistics)
 
     def output(self, columns: slice, eps: float) -> StatisticsOutput:
         """Where a kernel writes the statistics of these columns."""
@@ -112,6 +118,8 @@ class ForwardStatistics(_Statistics):
         """The matrix, after the last norm."""
         if self.spec.updates and not self.is_stored:
             self.variance.mul_(self.count / (self.count - 1))
+            if self.skipped is not None:
+                self.variance[self.spec.segment_columns(SKIPPED)].copy_(self.skipped[VARIANCE])
         return self.matrix
 
     def synchronize(self, statistics: StatisticsOutput) -> None:
@@ -134,9 +142,8 @@ class BackwardStatistics(_Statistics):
         norm = self.spec.norms[number]
         return None if norm.frozen else self._sums[:, norm.columns]
 
-    def grad_features(self, segment: int, grad_accum: Tensor) -> BatchNormBackward:
-        """The gradient of a segment whose last consumer is done, from the sum of the consumers' gradients."""
-        columns = self.spec.segment_columns(segment)
+    def grad_features(self, columns: slice, grad_accum: Tensor) -> BatchNormBackward:
+        """The gradient of columns whose last consumer is done, from the sum of the consumers' gradients."""
         return self._grad_input(self.features[:, columns], grad_accum, columns, None)
 
     def grad_input(self, number: int, values: Tensor, grad_accum: Tensor) -> BatchNormBackward:

@@ -1,0 +1,108 @@
+"""Skip connections of a U-Net: the block on the way down and the one of its size on the way up share their features.
+
+The block on the way down leaves room in its matrix of features: in front for the upsampled channels, behind for the new
+ones of the block on the way up. This one writes its own columns, and reads the others with the statistics that are
+known. Nothing is concatenated, and the gradient of the skipped channels returns as that of any output.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._tensors import device_type
+from .._torch_private import top_saved_tensors_hooks
+from . import choose, plan
+from .limits import must_be_called
+from .network import run_sequence
+from .operator import are_ordinary
+from .parts import EngineBlock
+from .stage.run import Skip, StagePlan, StageRequest
+
+
+class Room(NamedTuple):
+    """The columns that a block on the way down leaves before its own and after them."""
+
+    before: int
+    after: int
+
+
+def run_down(
+    block: EngineBlock, transition: nn.Module, x: Tensor, room: Room, is_block: Callable[[nn.Module], bool]
+) -> tuple[Tensor, Tensor | Skip]:
+    """The output of `transition` on the block's output; and this, which the block on the way up is to read."""
+    modules = ("block", block), ("transition", transition)
+    stage = _plan_down(block, transition, x, room)
+    if stage is not None:
+        output, skip = stage.run(x)
+        return output, cast(Skip, skip)
+    output, outputs = run_sequence(modules, x, is_block, ["block"])
+    return output, outputs["block"]
+
+
+def run_up(
+    transition: Any,
+    block: EngineBlock,
+    classifier: nn.Module | None,
+    x: Tensor,
+    skipped: Tensor | Skip,
+    is_block: Callable[[nn.Module], bool],
+) -> Tensor:
+    """The output of `block`, and of the classifier after it if there is one, on the concatenation of what `transition`
+    makes of x and what was skipped."""
+    modules = [("block", block), *([] if classifier is None else [("classifier", classifier)])]
+    if isinstance(skipped, Skip) and not must_be_called(transition):
+        upsampled = transition.upsampled(x, skipped.shape[1:])
+        stage = _plan_up(block, classifier, upsampled, skipped)
+        if stage is not None:
+            return stage.run(upsampled, skipped)[0]
+        x = torch.cat([upsampled, skipped.images()], 1)
+    else:
+        x = transition(x, skipped.images() if isinstance(skipped, Skip) else skipped)
+    return run_sequence(modules, x, is_block)[0]
+
+
+def _plan_down(block: EngineBlock, transition: nn.Module, x: Any, room: Room) -> StagePlan | None:
+    """The plan with which block and transition run as one stage that leaves room; None where they cannot, or where what
+    is saved of the features is another tensor than these: in hooks for saved tensors, as of a checkpoint."""
+    if not (isinstance(x, Tensor) and _may_be_shared(block, x)):
+        return None
+    if torch.compiler.is_compiling() or not _is_run_here(x) or top_saved_tensors_hooks(False) is not None:
+        return None
+    plans = plan.plans_of_network([block, transition])
+    if plans is None or not plan.needs_grad(x, block):
+        return None
+    request = StageRequest(return_features=True, room=room)
+    stage = plan.plan_stage(plans, [block, transition], 0, x, request)
+    if stage is None or stage.sharded or stage.spec.has_count or stage.spec.newest_first:
+        return None
+    return stage
+
+
+def _plan_up(block: EngineBlock, classifier: nn.Module | None, x: Tensor, skip: Skip) -> StagePlan | None:
+    """The plan with which `block` reads the features of `skip` and writes its own beside them; None where it cannot."""
+    if must_be_called(block) or not _may_be_shared(block, x):
+        return None
+    stage = plan.plan_up(block, classifier, x, StageRequest(skip=skip.edge.shape[1]))
+    if stage is None or stage.sharded or (classifier is not None and stage.spec.consumer is None):
+        return None
+    spec, other = stage.spec, skip.spec
+    alike = all(getattr(spec, name) == getattr(other, name) for name in ("frozen", "eps", "sync_group"))
+    fits = (
+        alike
+        and not spec.newest_first
+        and spec.order.total == skip.features.shape[1]
+        and x.dtype is skip.features.dtype
+    )
+    without_norms = spec.new_features_only if spec.consumer is None else not spec.consumer.has_norm
+    return stage if fits and without_norms and not any(layer.width for layer in spec.layers) else None
+
+
+def _may_be_shared(block: EngineBlock, x: Tensor) -> bool:
+    return block.can_join_stage and choose.may_run_engines(block, x) and choose.may_be_shared(block)
+
+
+def _is_run_here(x: Tensor) -> bool:
+    """Whether the stages run on the memory of x, or on the meta device for a prediction."""
+    return are_ordinary(x) or (x.is_meta and device_type(x) != "meta")

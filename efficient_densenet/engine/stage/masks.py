@@ -1,0 +1,24 @@
+"""Dropout's masks as bits: an eighth of the memory that they take as bytes."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def pack(mask: Tensor) -> Tensor:
+    """The bits of a mask of any shape. Bit k of a byte is of the k-th eighth, so that all are written side by side."""
+    flat = mask.reshape(-1).to(torch.uint8)
+    if len(flat) % 8:
+        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
+    return (flat.view(8, -1) << _shifts(flat)).sum(0, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor, *shape: int) -> Tensor:
+    """The mask of this shape that `pack` was given."""
+    flat = (bits >> _shifts(bits)).bitwise_and_(1).view(-1).view(torch.bool)
+    return flat[: math.prod(shape)].view(shape)
+
+
+def _shifts(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)[:, None]
