@@ -5,8 +5,7 @@ ones of the block on the way up. This one writes its own columns, and reads the 
 known. Nothing is concatenated, and the gradient of the skipped channels returns as that of any output.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,37 +16,26 @@ from . import choose, plan
 from .limits import must_be_called
 from .network import run_sequence
 from .operator import are_ordinary
-from .parts import EngineBlock
+from .parts import EngineBlock, is_engine_block
 from .stage.run import Skip, StagePlan, StageRequest
 
-
-class Room(NamedTuple):
-    """The columns that a block on the way down leaves before its own and after them."""
-
-    before: int
-    after: int
+Room = tuple[int, int]
+"""The columns that a block on the way down leaves before its own and after them."""
 
 
-def run_down(
-    block: EngineBlock, transition: nn.Module, x: Tensor, room: Room, is_block: Callable[[nn.Module], bool]
-) -> tuple[Tensor, Tensor | Skip]:
+def run_down(block: EngineBlock, transition: nn.Module, x: Tensor, room: Room) -> tuple[Tensor, Tensor | Skip]:
     """The output of `transition` on the block's output; and this, which the block on the way up is to read."""
     modules = ("block", block), ("transition", transition)
     stage = _plan_down(block, transition, x, room)
     if stage is not None:
         output, skip = stage.run(x)
         return output, cast(Skip, skip)
-    output, outputs = run_sequence(modules, x, is_block, ["block"])
+    output, outputs = run_sequence(modules, x, is_engine_block, ["block"])
     return output, outputs["block"]
 
 
 def run_up(
-    transition: Any,
-    block: EngineBlock,
-    classifier: nn.Module | None,
-    x: Tensor,
-    skipped: Tensor | Skip,
-    is_block: Callable[[nn.Module], bool],
+    transition: Any, block: EngineBlock, classifier: nn.Module | None, x: Tensor, skipped: Tensor | Skip
 ) -> Tensor:
     """The output of `block`, and of the classifier after it if there is one, on the concatenation of what `transition`
     makes of x and what was skipped."""
@@ -60,7 +48,7 @@ def run_up(
         x = torch.cat([upsampled, skipped.images()], 1)
     else:
         x = transition(x, skipped.images() if isinstance(skipped, Skip) else skipped)
-    return run_sequence(modules, x, is_block)[0]
+    return run_sequence(modules, x, is_engine_block)[0]
 
 
 def _plan_down(block: EngineBlock, transition: nn.Module, x: Any, room: Room) -> StagePlan | None:
@@ -87,14 +75,11 @@ def _plan_up(block: EngineBlock, classifier: nn.Module | None, x: Tensor, skip: 
     stage = plan.plan_up(block, classifier, x, StageRequest(skip=skip.edge.shape[1]))
     if stage is None or stage.sharded or (classifier is not None and stage.spec.consumer is None):
         return None
-    spec, other = stage.spec, skip.spec
-    alike = all(getattr(spec, name) == getattr(other, name) for name in ("frozen", "eps", "sync_group"))
-    fits = (
-        alike
-        and not spec.newest_first
-        and spec.order.total == skip.features.shape[1]
-        and x.dtype is skip.features.dtype
+    spec, features = stage.spec, skip.features
+    alike = all(
+        getattr(spec, name) == getattr(skip.spec, name) for name in ("frozen", "eps", "sync_group", "newest_first")
     )
+    fits = alike and spec.order.total == features.shape[1] and x.dtype is features.dtype
     without_norms = spec.new_features_only if spec.consumer is None else not spec.consumer.has_norm
     return stage if fits and without_norms and not any(layer.width for layer in spec.layers) else None
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._checks import check, integer, number
 from ..engine.limits import must_be_called
-from ..engine.skip import Room, run_down, run_up
+from ..engine.skip import run_down, run_up
 from .activations import ActivationFactory, activation_factory
 from .base import DenseModel, check_architecture
 from .dimensions import CONVOLUTIONS, NORMS, TRANSPOSED_CONVOLUTIONS, modules_for
@@ -105,9 +105,7 @@ class FCFeatures(nn.Module):
         self.depth, last = len(block_config) // 2, len(block_config)
         # What each block on the way down leaves for the one of its size on the way up: what that reads and adds.
         new = [growth_rate * num_layers for num_layers in block_config]
-        self.rooms = [
-            Room(*each) for each in zip(new[-2 : self.depth - 1 : -1], new[: -self.depth - 1 : -1], strict=True)
-        ]
+        self.rooms = list(zip(new[-2 : self.depth - 1 : -1], new[: -self.depth - 1 : -1], strict=True))
         self.conv0 = modules_for(dims).Conv(in_channels, num_init_features, kernel_size=3, padding=1)
         channels, skipped = num_init_features, []
         for i, num_layers in enumerate(block_config, start=1):
@@ -134,17 +132,13 @@ class FCFeatures(nn.Module):
         blocks = [self.get_submodule(f"denseblock{i}") for i in range(1, 2 * self.depth + 2)]
         transitions = [self.get_submodule(f"transition{i}") for i in range(1, 2 * self.depth + 1)]
         for i in range(self.depth):
-            x, output = run_down(blocks[i], transitions[i], x, self.rooms[i], _is_block)
+            x, output = run_down(blocks[i], transitions[i], x, self.rooms[i])
             skipped.append(output)
         x = blocks[self.depth](x)
         for i in range(self.depth, 2 * self.depth):
             last = classifier if i == 2 * self.depth - 1 else None
-            x = run_up(transitions[i], blocks[i + 1], last, x, skipped.pop(), _is_block)
+            x = run_up(transitions[i], blocks[i + 1], last, x, skipped.pop())
         return x
-
-
-def _is_block(module: nn.Module) -> bool:
-    return isinstance(module, DenseBlock)
 
 
 class TransitionDown(nn.Sequential):
