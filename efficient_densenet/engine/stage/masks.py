@@ -15,8 +15,8 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor, *shape: int) -> Tensor:
-    """The mask of this shape that `pack` was given."""
-    flat = (bits >> _shifts(bits)).bitwise_and_(1).view(-1).view(torch.bool)
+    """The mask of this shape that `pack` was given, as numbers 0 and 1: a recorded run cannot read them as booleans."""
+    flat = (bits >> _shifts(bits)).bitwise_and_(1).view(-1)
     return flat[: math.prod(shape)].view(shape)
 
 

@@ -43,7 +43,7 @@ class MaxPooled(NamedTuple):
             tile_codes = _codes(indices, shape[1:])
             if mask is not None:
                 kept = to_spatial(mask[tile], shape).flatten(2).gather(2, indices.flatten(2)).view_as(indices)
-                tile_codes = torch.where(kept, tile_codes, DROPPED)
+                tile_codes = torch.where(kept > 0, tile_codes, DROPPED)
             output[pooled] = to_pixel_matrix(maxima)
             codes[pooled] = to_pixel_matrix(tile_codes)
         return output, codes
