@@ -9,7 +9,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -253,6 +253,11 @@ class Config:
     number: float = 0.1
 
 
+@dataclass
+class Slope:
+    slope: float = 0.1
+
+
 class Pair(NamedTuple):
     number: float = 0.1
 
@@ -264,8 +269,42 @@ class Slots:
         self.number = 0.1
 
 
+class OneSlot:
+    __slots__ = "number"
+
+    def __init__(self) -> None:
+        self.number = 0.1
+
+
 class Numbers(Enum):
     LOW, HIGH = 0.1, 0.7
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return "one of the numbers"
+
+
+class Dict(dict):
+    number = 0.1
+
+
+class Text(str):
+    pass
+
+
+class Deque(deque):
+    pass
+
+
+class Number(float):
+    def __repr__(self) -> str:
+        return "a number"
+
+
+class OfTheLibrary(UserDict):
+    pass
 
 
 class HasAProperty(type):
@@ -307,6 +346,13 @@ _function.number = 0.1
 @functools.wraps(F.relu)
 def _wraps_torch_s() -> float:
     return _numbers["number"]
+
+
+def _matches(layer: nn.Module) -> float:
+    match layer.held:
+        case Slope(slope):
+            return slope
+    raise AssertionError
 
 
 def _appends(layer: nn.Module) -> float:
@@ -363,6 +409,28 @@ WATCHED = {
         lambda s, n: setattr(s, "held", Numbers.HIGH if n > 0.5 else Numbers.LOW),
         lambda: Numbers.LOW,
     ),
+    "an enum's attribute": (
+        lambda s: Numbers.LOW.number,
+        lambda s, n: setattr(Numbers.LOW, "number", n),
+    ),
+    "an attribute of a dict": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), Dict),
+    "an attribute of a partial": (
+        lambda s: s.held.number if vars(s.held) else 0.1,
+        lambda s, n: setattr(s.held, "number", n),
+        lambda: functools.partial(_appends),
+    ),
+    "an object with one slot": (lambda s: s.held.number, lambda s, n: setattr(s.held, "number", n), OneSlot),
+    "a text of an author's class": (
+        lambda s: float(s.held),
+        lambda s, n: setattr(s, "held", Text(n)),
+        lambda: Text(0.1),
+    ),
+    "a number of an author's class": (
+        lambda s: s.held[0] + 0.0,
+        lambda s, n: s.held.__setitem__(0, Number(n)),
+        lambda: [Number(0.1)],
+    ),
+    "a pattern of a class": (_matches, lambda s, n: setattr(s.held, "slope", n), Slope),
     "a metaclass's property": (lambda s: OfAMetaclass.number, lambda s, n: _numbers.update(number=n)),
     "an object's text": (lambda s: float(repr(s.held)), lambda s, n: _numbers.update(number=n), Says),
     "a format": (lambda s: float(f"{s.held}"), lambda s, n: setattr(s, "held", n), lambda: 0.1),
@@ -386,6 +454,16 @@ UNKNOWN = {
     "a context variable": (lambda s: _variable.get(), lambda s, n: _variable.set(n)),
     "a module imported in the forward": (_imported, lambda s, n: setattr(_helper, "NUMBER", n)),
     "a cached function": (lambda s: _cached()[0], lambda s, n: _cached().__setitem__(0, n)),
+    "a long list of an author's class": (
+        lambda s: s.held[0],
+        lambda s, n: s.held.__setitem__(0, n),
+        lambda: Deque([0.1] * 1001),
+    ),
+    "a class of Python's library": (
+        lambda s: s.held["number"],
+        lambda s, n: s.held.update(number=n),
+        lambda: OfTheLibrary(number=0.1),
+    ),
     "all globals": (lambda s: globals()["_numb" + "ers"]["number"], lambda s, n: _numbers.update(number=n)),
     "a flag of PyTorch": (
         lambda s: 0.7 if torch.backends.cudnn.benchmark else 0.1,
@@ -684,6 +762,7 @@ def _pickled(block: nn.Module) -> nn.Module:
 NOTICED: dict[str, tuple[Change, str]] = {
     "second drop rate": (setting("middle_drop_rate", 0.3), "middle_drop_rate of a Neutral was 0.0 and is 0.3"),
     "a scale": (setting("scale", 0.5), "scale of a Neutral was 1.0 and is 0.5"),
+    "an equal value of another type": (setting("scale", 1), "scale of a Neutral was 1.0 and is 1"),
     "a tensor": (lambda layer: setattr(layer, "factor", torch.full((), 0.5)), "factor of a Neutral has changed"),
     "a dropout": (lambda layer: setattr(layer, "between", nn.Dropout(0.3)), "a Identity has become a Dropout"),
     "another forward": (
@@ -729,8 +808,10 @@ def test_a_second_call_verifies_what_has_changed_and_an_engine_by_name_raises():
     assert_same_training(block, plain, block_batch())
     block.denselayer2.factor = None
     assert convert_and_report(block).changed[0].engine == "shared"
+    forward = block.forward
     restore(block)
     assert type(block) is FeaturesBlock
+    assert torch.equal(forward(x_of()), block(x_of()))
     assert "_conversion" not in vars(block)
 
 

@@ -255,7 +255,9 @@ def test_conversion_changes_only_the_class():
     assert [model[1].training, model[2][0].training] == [False, True]
     model[1](torch.randn(2, 4, 3, 3))
     assert hook_calls == [1]
+    forward, x = model[1].forward, torch.randn(2, 4, 3, 3)
     assert [type(m) for m in restore_batchnorm(model).modules()] == classes
+    assert torch.equal(forward(x), model[1](x))
 
 
 def test_a_lazy_norm_raises_and_nothing_is_converted():

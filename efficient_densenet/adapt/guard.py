@@ -6,6 +6,7 @@ value without such a form, as of a class written in C, makes the block run its a
 """
 
 import builtins
+import dis
 import sys
 from argparse import Namespace
 from collections import deque
@@ -142,18 +143,19 @@ class Snapshot:
             now = _held_by(owner)
             for name in (name for name, value in before.items() if now.get(name, _MISSING) is not value):
                 is_new, value = before[name] is _MISSING, before[name]
-                if isinstance(owner, dict):
+                if type(owner) is dict:
                     owner.pop(name) if is_new else owner.update({name: value})
                 else:  # not setattr, which a frozen dataclass refuses
-                    kind = type if isinstance(owner, type) else object
+                    kind: Any = type if isinstance(owner, type) else object
                     kind.__delattr__(owner, name) if is_new else kind.__setattr__(owner, name, value)
 
 
 def _held_by(owner: Any) -> Mapping[str, Any]:
     """The attributes of an object or a class, the contents of a cell, or the variables of a module of Python."""
-    if isinstance(owner, (dict, CellType)):
-        return owner if isinstance(owner, dict) else {"cell_contents": owner.cell_contents}
-    slots = (name for cls in _authors(type(owner)) for name in vars(cls).get("__slots__", ()))
+    if type(owner) in (dict, CellType):
+        return owner if type(owner) is dict else {"cell_contents": owner.cell_contents}
+    attributes = (each for cls in _authors(type(owner)) for each in vars(cls).items())
+    slots = [name for name, each in attributes if isinstance(each, MemberDescriptorType)]
     held = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
     return getattr(owner, "__dict__", {}) if not held else {**getattr(owner, "__dict__", {}), **held}
 
@@ -311,7 +313,8 @@ class _Walk:
     def _form(self, what: str, value: Any) -> Any:
         """A form of `value` to be compared later: equal forms mean equivalent values."""
         kind = type(value)
-        if kind in _CONSTANTS or isinstance(value, (Number, Enum)):
+        authors = _authors(kind)
+        if kind in _CONSTANTS or (issubclass(kind, (Number, Enum)) and not authors):
             return Constant(kind.__name__, repr(value))
         if isinstance(value, Tensor):
             self._seen.setdefault(id(value), ("a tensor", value))
@@ -323,31 +326,38 @@ class _Walk:
             return kind.__name__, value.code
         if _is_constant(value):
             return f"{getattr(value, '__module__', None)}.{_name_of(value)}"
-        if _authors_of(value) or (isinstance(value, (FunctionType, ModuleType)) and is_of_authors(_origin(value))):
-            self._pend(value, *_authors(kind), *_authors_of(value))
+        if _authors_of(value) or (issubclass(kind, (FunctionType, ModuleType)) and is_of_authors(_origin(value))):
+            self._pend(value, *authors, *_authors_of(value))
             return self._seen[id(value)][0]
         self._seen[id(value)] = f"value {len(self._seen)}", value
-        self._pend(*_authors(kind))
+        self._pend(*authors)
+        # An author's class adds attributes to what the class of Python holds from which it is derived.
+        base = next(cls for cls in kind.__mro__ if cls not in authors and cls.__module__ not in _WITHOUT_VALUES)
+        inside: dict[Any, Any] = {}
         if isinstance(value, nn.Module):
             if any(True for _ in (*value.parameters(), *value.buffers())):
                 self._refuse(f"reads {what}, a {kind.__name__} with tensors that is not inside")
             self._pend(*(cls for each in value.modules() for cls in _authors(type(each))))
             inside = {name: each for name, each in vars(value).items() if each or name not in OF_EVERY_MODULE}
-        elif isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MANY:
+        elif isinstance(value, Enum):
+            inside = {"its value": (value.name, value.value)}
+        elif issubclass(base, (list, tuple, dict, set, frozenset, deque)) and len(value) <= _MANY:
             if not isinstance(value, (tuple, frozenset)):
                 self.collections.append((what, value))
             items = value.items() if isinstance(value, dict) else value
             inside = dict(enumerate(sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items))
-        elif any(isinstance(value, cls) for cls in _INSIDE):
+        elif issubclass(base, tuple(_INSIDE)):
             names = next(names for cls, names in _INSIDE.items() if isinstance(value, cls))
             inside = {name: getattr(value, name) for name in names}
-        elif (_authors(kind) and not issubclass(kind, type)) or kind in (SimpleNamespace, Namespace):
-            held = _held_by(value)
-            self._see_values(value, self.names)
-            inside = {name: held[name] for name in self._named(held.keys())}
-        else:
+        elif base in _TEXTS:
+            inside = {"its value": base.__repr__(value)}
+        elif not (base in _NAMESPACES or (authors and base is object and not issubclass(kind, type))):
             self._refuse(f"reads {what}, a {kind.__name__}, whose changes would go unnoticed")
             return kind.__name__
+        if authors or base in _NAMESPACES:
+            held = _held_by(value)
+            self._see_values(value, self.names)
+            inside |= {f".{name}": held[name] for name in self._named(held.keys())}
         return kind.__name__, *((name, self._form(what, each)) for name, each in inside.items())
 
 
@@ -461,7 +471,9 @@ def _codes_in(code: CodeType) -> tuple[CodeType, ...]:
 
 @cache
 def _names_in(code: CodeType) -> frozenset[str]:
-    return frozenset(name for each in _codes_in(code) for name in each.co_names)
+    matches = any(_MATCH_CLASS in each.co_code[::2] for each in _codes_in(code))  # names the attributes by texts
+    names = {name for each in _codes_in(code) for name in each.co_names}
+    return frozenset(names | {"__getattribute__"} if matches else names)
 
 
 @cache
@@ -478,6 +490,10 @@ _TENSORS = {"weight", "bias", "running_mean", "running_var", "num_batches_tracke
 _MISSING, _MANY, _HEAP_TYPE = object(), 1000, 1 << 9  # the flag of classes that are made at run time
 _CONSTANTS = {str, bytes, type(None), type(...), type(NotImplemented), slice, range}
 _CONSTANTS |= {torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+_TEXTS, _NAMESPACES = (int, float, complex, str, bytes), (SimpleNamespace, Namespace, partial)
+_WITHOUT_VALUES = "abc", "enum", "typing", "collections.abc"
+"""Modules of classes that add no values of their own to those that are derived from them."""
+_MATCH_CLASS = dis.opmap["MATCH_CLASS"]
 _INSIDE = {
     property: ("fget",),
     cached_property: ("func",),

@@ -26,7 +26,8 @@ class KeepsSignature(ModuleMixin):
 def _with_signature_of(original: Callable, forward: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
+        is_converted = isinstance(self, KeepsSignature)  # a method that was bound before stays so after `restore`
+        return (forward if is_converted else original)(self, *args, **kwargs)
 
     return wrapper
 

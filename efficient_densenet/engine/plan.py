@@ -274,7 +274,8 @@ class ModulesState:
         self.inside = [module for module in inside if not any(module is root for root in roots)]
         modules = [*roots, *self.inside]
         attributes = list(map(vars, modules))
-        self.settings_of = [itemgetter(*(k for k, v in each.items() if _is_setting(k, v))) for each in attributes]
+        names = [[name for name, value in each.items() if _is_setting(name, value)] for each in attributes]
+        self.settings_of = [itemgetter("training", *each) for each in names]  # of two or more names a tuple
         self.objects = [
             (i, name)
             for i, each in enumerate(attributes)
@@ -303,6 +304,7 @@ class ModulesState:
         children = list(map(_children, attributes))
         tensors = list(chain.from_iterable(map(dict.values, filter(None, self.dicts))))
         present = [tensor for tensor in tensors if tensor is not None]
+        settings = [each for of, held in zip(self.settings_of, attributes, strict=True) for each in of(held)]
         return (
             list(map(type, [*roots, *self.inside])),
             list(map(len, attributes)),
@@ -311,7 +313,8 @@ class ModulesState:
             list(chain.from_iterable(children)),
             list(map(id, chain.from_iterable(map(dict.values, filter(None, children))))),
             list(map(id, chain.from_iterable(map(_tensors, attributes)))),
-            [settings_of(each) for settings_of, each in zip(self.settings_of, attributes, strict=True)],
+            settings,
+            list(map(type, settings)),  # True equals 1
             list(map(type, tensors)),
             list(map(_dtype, present)),
             list(map(_shape, present)),

@@ -30,6 +30,8 @@ class UpdatesOnce(_NormMixin):
     """Mixin for batch norm classes: a recomputation uses batch statistics and leaves the running statistics alone."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not isinstance(self, UpdatesOnce):  # a method that was bound before stays so after `restore_batchnorm`
+            return type(self).forward(self, input)
         if isinstance(input, Proxy):  # torch.fx records this norm as a single module, as it does for torch's own
             tracer: Any = input.tracer
             return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), {})
