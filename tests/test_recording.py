@@ -23,7 +23,7 @@ from triton_interpreter import mended_interpreter  # noqa: F401 (a fixture)
 from efficient_densenet import kernels, make_efficient
 from efficient_densenet._tensors import CHANNELS_LAST
 from efficient_densenet.engine import operator
-from efficient_densenet.engine.recording import program, programs, recorder
+from efficient_densenet.engine.recording import program, programs, recorder, slab
 from efficient_densenet.engine.recording.program import Program
 from efficient_densenet.memory import tensor_peak
 
@@ -571,6 +571,24 @@ def test_the_least_recently_used_programs_are_forgotten(monkeypatch):
     for settings in ("a", "b", "a", "b", "b", "a", "c"):
         programs.run(lambda: [x + 1], settings, [x])
     assert [isinstance(entry, Program) for entry in programs.entries()] == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_temporaries_that_live_at_once_do_not_overlap(seed):
+    class Temporary:
+        def __init__(self, nbytes: int, first: int, last: int) -> None:
+            self.nbytes, self.first, self.last = nbytes, first, last
+
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 3000, (60, 3), generator=generator).tolist()
+    each = {i: Temporary(size, first % 40, first % 40 + more % 9) for i, (size, first, more) in enumerate(numbers)}
+    offsets, size = slab.plan(each)
+    assert all(offset % slab.ALIGNMENT == 0 for offset in offsets.values())
+    for a, b in itertools.combinations(each, 2):
+        if each[a].first <= each[b].last and each[b].first <= each[a].last:
+            low, high = sorted((a, b), key=offsets.__getitem__)
+            assert offsets[low] + each[low].nbytes <= offsets[high]
+    assert max(offsets[i] + each[i].nbytes for i in each) <= size < sum(each[i].nbytes + 512 for i in each)
 
 
 def test_a_long_run_is_not_recorded(monkeypatch):
