@@ -10,16 +10,12 @@ import torch.nn.functional as F
 from third_party_models import LayerHalves
 from torch import Tensor, nn
 
-CHANNELS, GROWTH, WIDTH, DEPTH = 6, 4, 16, 5
+CHANNELS, GROWTH = 6, 4
 
 
 def conv(in_channels: int, out_channels: int, size: int = 3, dims: int = 2, **options) -> nn.Module:
     convolution = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     return convolution(in_channels, out_channels, size, padding=size // 2 * options.get("dilation", 1), **options)
-
-
-def conv_relu(in_channels: int, out_channels: int, size: int = 3, **options) -> nn.Module:
-    return nn.Sequential(conv(in_channels, out_channels, size, **options), nn.ReLU(inplace=True))
 
 
 class Block(nn.Module):
@@ -44,13 +40,12 @@ class Block(nn.Module):
 class Concatenating(nn.Module):
     """A layer that concatenates its input and its output."""
 
-    def __init__(self, layer, channels: int, newest_first: bool = False) -> None:
+    def __init__(self, layer: nn.Module, newest_first: bool) -> None:
         super().__init__()
-        self.layer, self.newest_first = layer(channels), newest_first
+        self.layer, self.newest_first = layer, newest_first
 
     def forward(self, x: Tensor) -> Tensor:
-        output = self.layer(x)
-        return torch.cat([output, x] if self.newest_first else [x, output], 1)
+        return torch.cat([self.layer(x), x] if self.newest_first else [x, self.layer(x)], 1)
 
 
 def tiramisu(channels: int) -> nn.Module:
@@ -117,62 +112,6 @@ def axial(channels: int) -> nn.Module:
     return nn.Sequential(nn.BatchNorm3d(channels), nn.ReLU(), AxialConv(channels, GROWTH))
 
 
-class TakesList(nn.Module):
-    """As in "DenseNets Reloaded": a wide depthwise convolution, a norm over channels, a GELU, a scale, and the layer
-    itself concatenates the list that it takes."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((GROWTH,), 0.5))
-        depthwise = conv(channels, channels, 7, groups=channels)
-        convs = conv(channels, WIDTH, 1), nn.GELU(), conv(WIDTH, GROWTH, 1)
-        self.layers = nn.Sequential(depthwise, nn.GroupNorm(1, channels), *convs)
-
-    def forward(self, x: list[Tensor]) -> Tensor:
-        return self.layers(torch.cat(x, 1)) * self.scale[:, None, None]
-
-
-class DenseStage(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*(TakesList(CHANNELS + i * GROWTH) for i in range(DEPTH)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for layer in self:
-            features.append(layer(features))
-        return torch.cat(features, 1)
-
-
-class BottleneckLayer(nn.Sequential):
-    """A layer of torchvision's kind with another activation; it takes a list of features or their concatenation."""
-
-    def __init__(self, channels: int, activation: type[nn.Module], drop_rate: float) -> None:
-        super().__init__()
-        self.norm1, self.act1 = nn.BatchNorm2d(channels), activation(inplace=True)
-        self.conv1 = conv(channels, WIDTH, 1, bias=False)
-        self.norm2, self.act2 = nn.BatchNorm2d(WIDTH), activation(inplace=True)
-        self.conv2, self.drop_rate = conv(WIDTH, GROWTH, bias=False), drop_rate
-
-    def forward(self, x: Tensor | list[Tensor]) -> Tensor:
-        x = super().forward(x if isinstance(x, Tensor) else torch.cat(x, 1))
-        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate else x
-
-
-class BottleneckBlock(nn.ModuleDict):
-    """As in libauc (ELU), or with Mish, as in torch_ecg."""
-
-    def __init__(self, activation: type[nn.Module] = nn.ELU, drop_rate: float = 0.0) -> None:
-        super().__init__()
-        for i in range(DEPTH):
-            self[f"denselayer{i + 1}"] = BottleneckLayer(CHANNELS + i * GROWTH, activation, drop_rate)
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = [x]
-        for layer in self.values():
-            features.append(layer(features))
-        return torch.cat(features, 1)
-
-
 class ResidualDense(nn.Module):
     """As in ESRGAN: five convolutions with one activation module between them; the last one's output is scaled."""
 
@@ -191,6 +130,18 @@ class ResidualDense(nn.Module):
         return self.conv5(features) * self.scale + x
 
 
+class WithDropoutAndBuffer(ResidualDense):
+    """Dropout in several places, and a buffer that the forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lrelu = nn.Sequential(nn.ELU(), nn.Dropout2d(0.3))
+        self.register_buffer("temperature", torch.full((1,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x) * self.temperature, 0.2, self.training) + x
+
+
 class ResidualInResidual(nn.Module):
     """As in ESRGAN: RRDB."""
 
@@ -200,20 +151,3 @@ class ResidualInResidual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x) * 0.2 + x
-
-
-class FlowEstimator(nn.Module):
-    """As in PWC-Net: the newest features first, layers of several widths, and the features returned with the flow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        channels = CHANNELS
-        for i, width in enumerate((8, 8, 6, 4, 2)):
-            self.add_module(f"conv{i + 1}", conv_relu(channels, width))
-            channels += width
-        self.last = conv(channels, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        for i in range(5):
-            x = torch.cat([self.get_submodule(f"conv{i + 1}")(x), x], dim=1)
-        return x, self.last(x)

@@ -6,17 +6,16 @@ compute what an untouched twin with the same change computes, by an engine or by
 
 import copy
 import random
-from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import convert_and_report
-from test_adapt_exactness import assert_same_steps, seed
-from third_party_models import GROWTH, START
+from test_adapt_exactness import assert_same_steps, seed, x_of
+from third_party_models import GROWTH, START, convert_pair, randomized
 from torch import Tensor, nn
-
-from efficient_densenet import make_efficient
 
 WIDTH = START
 """The width of a bottleneck: the channels of the first layer, so that its norms and convolutions are alike."""
@@ -103,7 +102,7 @@ class Block(nn.Module):
         return x
 
 
-def set_(layer: nn.Module, name: str) -> None:
+def set_(layer: Any, name: str) -> None:
     """Change the settings of a module."""
     for setting, value in SETTINGS.items():
         if hasattr(getattr(layer, name), setting):
@@ -134,49 +133,29 @@ def remove(layer: nn.Module, name: str) -> None:
         retype(layer, name)
 
 
-def hook(layer: nn.Module, name: str) -> None:
-    getattr(layer, name).register_forward_hook(lambda module, args, output: output * 0.5)
-
-
 def hook_of_gradient(layer: nn.Module, name: str) -> None:
     vars(getattr(layer, name))["inplace"] = False  # which such a hook does not allow
     getattr(layer, name).register_full_backward_pre_hook(lambda module, grads: tuple(grad * 0.5 for grad in grads))
 
 
-def set_constants(layer: nn.Module, name: str) -> None:
-    layer.slope, layer.bound, layer.alpha, layer.drop_rate = 0.8, 0.2, 0.5, 0.6
-
-
-def change_what_a_list_holds(layer: nn.Module, name: str) -> None:
-    for setting in SETTINGS.keys() & vars(layer.acts[0]).keys():
-        setattr(layer.acts[0], setting, SETTINGS[setting])
-
-
-def hook_in_a_list(layer: nn.Module, name: str) -> None:
-    layer.acts[0].register_forward_hook(lambda module, args, output: output * 0.5)
+def halved(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return output * 0.5
 
 
 CHANGES = [
-    *(set_, replace, retype, remove, hook, hook_of_gradient),
-    *(set_constants, change_what_a_list_holds, hook_in_a_list),
+    *(set_, replace, retype, remove),
+    lambda layer, name: getattr(layer, name).register_forward_hook(halved),
+    hook_of_gradient,
+    lambda layer, _: vars(layer).update(slope=0.8, bound=0.2, alpha=0.5, drop_rate=0.6),
+    lambda layer, _: set_(SimpleNamespace(act=layer.acts[0]), "act"),
+    lambda layer, _: layer.acts[0].register_forward_hook(halved),
 ]
 
 
 def made(number: int) -> tuple[Source, nn.Module]:
     torch.manual_seed(number)
     source = Source(number)
-    block = Block(source).double()
-    for parameter in block.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, 0.5, 0.3)
-    return source, block
-
-
-def changed(source: Source, block: nn.Module, change: Callable, name: str) -> nn.Module:
-    """A copy of the block, in which one layer is changed in this way, or a training flag of all modules."""
-    block = copy.deepcopy(block)
-    change(block.layers[1], name)
-    return block
+    return source, randomized(Block(source))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -184,14 +163,14 @@ def changed(source: Source, block: nn.Module, change: Callable, name: str) -> nn
     "number", [pytest.param(i, marks=[] if i < 16 else pytest.mark.exhaustive) for i in range(400)]
 )
 def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_computes(number):
-    source, plain = made(number)
-    block = copy.deepcopy(plain)
-    seed()
-    make_efficient(block)
+    source, block = made(number)
+    block, plain, _ = convert_pair(block)
     assert_same_steps(copy.deepcopy(block), copy.deepcopy(plain), 1)
     for change in source.random.sample(CHANGES, 3):
         name = source.random.choice([name for name in source.order if name[:3] in ("act", "dro")] or ["norm1"])
-        pair = [changed(source, each, change, name) for each in (block, plain)]
+        pair = copy.deepcopy(block), copy.deepcopy(plain)
+        for each in pair:
+            change(each.layers[1], name)
         assert_same_steps(*pair, 1)
     for training in (True, False):  # the training flag of one module
         name = source.random.choice([name for name, _ in plain.layers[1].named_modules()])
@@ -200,8 +179,7 @@ def test_a_generated_layer_changed_after_conversion_computes_what_its_twin_compu
             each.train(training)
             each.layers[1].get_submodule(name).train(not training)
             seed()
-            x = torch.randn(3, START, 4, 5, dtype=torch.double)
-            outputs.append(each(x))
+            outputs.append(each(x_of()))
         torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
 
 

@@ -1,95 +1,42 @@
 """Blocks whose forward does more than compute its output are left alone: an engine would not, or would do it twice."""
 
-import collections
 import copy
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from dense_families import Block, tiramisu
-from helpers import convert_and_report
-from third_party_models import GROWTH, START, FunctionalTransition, LayerHalves, assert_same_training
+from helpers import assert_close, convert_and_report
+from test_adapt_exactness import layer_with
+from third_party_models import GROWTH, START, FunctionalTransition, LayerHalves, assert_same_training, convert_pair
 from torch import Tensor, nn
 
 X = torch.randn(3, START, 6, 5, dtype=torch.double)
 _skips: list[Tensor] = []
 
 
-class KeepsItsOutput(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        self.skip = super().forward(x)
-        return self.skip
+def block_that(effect: Callable[[Any, Tensor, Tensor], object], held: object = None) -> Callable[[], nn.Module]:
+    """A block whose forward has an effect by what it holds, its input and its output."""
 
+    def forward(self: Any, x: Tensor) -> Tensor:
+        output = Block.forward(self, x)
+        effect(self, x, output)
+        return output
 
-class AppendsToItsList(Block):
-    def __init__(self, layer) -> None:
-        super().__init__(layer)
-        self.outputs: list[Tensor] = []
+    def build() -> nn.Module:
+        block = layer_with(Block, forward=forward, large=[])(tiramisu)
+        block.held = copy.copy(held)
+        return block
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.outputs.append(x.mean())
-        return super().forward(x)
+    return build
 
 
 def _add(count: Tensor) -> None:
     count.add_(1)
-
-
-class CountsInATensorByAFunction(Block):
-    def __init__(self, layer) -> None:
-        super().__init__(layer)
-        self.count = torch.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        _add(self.count)
-        return super().forward(x)
-
-
-class AppendsToAGlobalList(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        _skips.append(x)
-        return x
-
-
-class AppendsToAListOfItsClass(Block):
-    """Few of its forwards do, and none while it is converted."""
-
-    large: ClassVar[list[Tensor]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.mean() > 1e3:
-            self.large.append(x)
-        return super().forward(x)
-
-
-class HandsItsOutputOn(Block):
-    def __init__(self, layer) -> None:
-        super().__init__(layer)
-        self.skips: collections.deque = collections.deque()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        self.skips.append(x)
-        return x
-
-    def __deepcopy__(self, memo: dict) -> nn.Module:  # what a deque holds cannot be copied
-        self.skips.clear()
-        copied = type(self)(tiramisu).double()
-        copied.load_state_dict(self.state_dict())
-        return copied
-
-
-class HooksItsInput(Block):
-    """Halves the gradient of its input, wherever the input comes from."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda grad: grad / 2)
-        return super().forward(x)
 
 
 class _CountingLayer(LayerHalves):
@@ -109,54 +56,42 @@ class _LayerWithAScript(LayerHalves):
         return self.script(self.second_half(self.first_half(x)))
 
 
-class RunningNorm(nn.Module):
-    """A norm of its author's, whose running statistics a recomputation would update a second time."""
+class _OwnNorm(nn.Module):
+    """A norm whose running statistics a recomputation would update a second time."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
+        self.conv = nn.Conv2d(channels, GROWTH, 3, padding=1)
+        self.register_buffer("running_mean", torch.zeros(channels, 1, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.running_mean.lerp_(x.mean((0, 2, 3)), 0.1)
-        return (x - self.running_mean[:, None, None]) * self.weight[:, None, None] + self.bias[:, None, None]
+                self.running_mean.lerp_(x.mean((0, 2, 3))[:, None, None], 0.1)
+        return self.conv(F.relu(x - self.running_mean))
 
 
-def _own_norm(channels: int) -> nn.Module:
-    return nn.Sequential(RunningNorm(channels), nn.ReLU(), nn.Conv2d(channels, GROWTH, 3, padding=1))
-
-
-BLOCKS = {
-    "keeps its output": (
-        lambda: KeepsItsOutput(tiramisu),
-        "after its forward skip of a KeepsItsOutput has changed",
-    ),
-    "appends to its list": (
-        lambda: AppendsToItsList(tiramisu),
-        "after its forward outputs of a AppendsToItsList has changed",
-    ),
+# Each: a block, and why it is left alone.
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "keeps its output": (block_that(lambda s, x, y: setattr(s, "held", y)), "held of a OddBlock has changed"),
+    "appends to its list": (block_that(lambda s, x, y: s.held.append(x.mean()), []), "held of a OddBlock has changed"),
     "counts in a tensor by a function": (
-        lambda: CountsInATensorByAFunction(tiramisu),
+        block_that(lambda s, x, y: _add(s.held), torch.zeros(())),
         "writes to a tensor that is not its own",
     ),
     "holds a script": (lambda: Block(_LayerWithAScript), "holds a ScriptModule, whose code is not Python's"),
-    "appends to a global list": (
-        lambda: AppendsToAGlobalList(tiramisu),
-        "after its forward _skips in AppendsToAGlobalList.forward has changed",
-    ),
+    "appends to a global list": (block_that(lambda s, x, y: _skips.append(y)), "after its forward _skips in "),
     "appends to a list of its class": (
-        lambda: AppendsToAListOfItsClass(tiramisu),
-        "decides by values of tensors, and may write to large of a AppendsToAListOfItsClass",
+        block_that(lambda s, x, y: s.large.append(x) if x.mean() > 1e3 else None),
+        "decides by values of tensors, and may write to large of a OddBlock",
     ),
-    "hands its output on": (
-        lambda: HandsItsOutputOn(tiramisu),
-        "after its forward skips of a HandsItsOutputOn has changed",
+    "hands its output on": (block_that(lambda s, x, y: s.held.append(y), deque()), "held of a OddBlock has changed"),
+    "hooks its input": (
+        block_that(lambda s, x, y: x.register_hook(lambda grad: grad / 2) if x.requires_grad else None),
+        "registers a hook on its input, which would see another",
     ),
-    "hooks its input": (lambda: HooksItsInput(tiramisu), "registers a hook on its input, which would see another"),
     "counts": (lambda: Block(_CountingLayer), "after its forward calls of a _CountingLayer has changed"),
-    "norm of its own": (lambda: Block(_own_norm), "after its forward layers.0.0.running_mean has changed"),
+    "norm of its own": (lambda: Block(_OwnNorm), "after its forward layers.0.running_mean has changed"),
 }
 
 
@@ -164,9 +99,7 @@ BLOCKS = {
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_whose_forward_has_side_effects_is_left_alone_and_reported(kind):
     build, reason = BLOCKS[kind]
-    block = build().double()
-    plain = copy.deepcopy(block)
-    report = convert_and_report(block)
+    block, plain, report = convert_pair(build().double())
     _skips.clear()
     assert not report
     assert reason in report.unchanged[""]
@@ -217,29 +150,17 @@ class KeepsWhatItPools(FunctionalTransition):
 
 
 def test_a_transition_whose_forward_has_side_effects_is_called():
-    model = nn.Sequential(Block(tiramisu), KeepsWhatItPools(START + 3 * GROWTH, 8)).double()
-    plain = copy.deepcopy(model)
-    report = convert_and_report(model)
+    transition = KeepsWhatItPools(START + 3 * GROWTH, 8)
+    model, plain, report = convert_pair(nn.Sequential(Block(tiramisu), transition).double())
     assert len(report) == 1
     assert not report.transitions
     assert_same_training(model, plain, X)
-    losses = []
-    for each in (model, plain):
-        torch.manual_seed(0)
-        losses.append(each(X).sum() + each[1].before_pooling.square().sum())
-    torch.testing.assert_close(*losses)
-
-
-class _WithAnEngine(Block):
-    def engine(self) -> str:
-        return "its own"
+    assert_close(model[1].before_pooling, plain[1].before_pooling)
 
 
 def test_a_block_with_a_name_that_converted_blocks_need_is_left_alone():
-    block = _WithAnEngine(tiramisu)
-    report = convert_and_report(block)
-    assert report.unchanged == {"": "found engine in a _WithAnEngine, a name that converted blocks need themselves"}
-    assert block.engine() == "its own"
+    report = convert_and_report(layer_with(Block, engine=lambda self: "its own")(tiramisu))
+    assert report.unchanged == {"": "found engine in a OddBlock, a name that converted blocks need themselves"}
 
 
 def test_a_module_that_concatenates_nothing_is_no_block():

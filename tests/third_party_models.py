@@ -1,15 +1,20 @@
 """Small DenseNets of other libraries, and small models whose forward is written as in other repositories."""
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from helpers import assert_all_close, assert_same_buffers, assert_same_gradients
+from helpers import assert_all_close, assert_same_buffers, assert_same_gradients, convert_and_report
 from torch import Tensor, nn
+
+from efficient_densenet import restore
+from efficient_densenet.adapt import Report
 
 GROWTH, CONFIG, START, CLASSES = 4, (2, 3, 1), 6, 5
 SHAPE = {"growth_rate": GROWTH, "block_config": CONFIG}
@@ -18,12 +23,12 @@ SHAPE = {"growth_rate": GROWTH, "block_config": CONFIG}
 class LayerHalves(nn.Module):
     """The two halves of a dense layer; subclasses add the forward."""
 
-    def __init__(self, channels: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, **options) -> None:
+    def __init__(self, channels: int, norm=nn.BatchNorm2d, **options) -> None:
         super().__init__()
-        width = 2 * GROWTH
-        self.norm1, self.relu1 = norm(channels), nn.ReLU(inplace=True)
+        width, activation = 2 * GROWTH, options.get("activation", nn.ReLU(inplace=True))
+        self.norm1, self.relu1 = norm(channels), copy.deepcopy(activation)
         self.conv1 = nn.Conv2d(channels, width, 1, bias=False)
-        self.norm2, self.relu2 = norm(width), nn.ReLU(inplace=True)
+        self.norm2, self.relu2 = norm(width), copy.deepcopy(activation)
         self.conv2 = nn.Conv2d(width, GROWTH, 3, padding=1, bias=False)
         self.drop_rate, self.efficient = options.get("drop_rate", 0.0), options.get("efficient", False)
 
@@ -57,9 +62,9 @@ class FeaturesBlock(nn.Module):
         return torch.cat(features, 1)
 
 
-def features_block(layer: Callable[..., nn.Module] = TakesFeatures, **options) -> nn.Module:
-    """A block of two such layers in float64."""
-    return FeaturesBlock([layer(START, **options), layer(START + GROWTH, **options)]).double()
+def features_block(layer=TakesFeatures, block=FeaturesBlock, depth: int = 2, **options) -> nn.Module:
+    """A block of such layers in float64."""
+    return block([layer(START + i * GROWTH, **options) for i in range(depth)]).double()
 
 
 def block_batch() -> Tensor:
@@ -120,7 +125,7 @@ class Net(nn.Module):
             channels += num_layers * GROWTH
             if i < len(CONFIG):
                 compressed = channels // 2
-                transition = FunctionalTransition if functional else _transition
+                transition = FunctionalTransition if functional else pooled_transition
                 self.features.add_module(f"transition{i}", transition(channels, compressed))
                 channels = compressed
         self.features.add_module("norm_final", nn.BatchNorm2d(channels))
@@ -130,15 +135,10 @@ class Net(nn.Module):
         return self.classifier(F.relu(self.features(x), inplace=True).mean((2, 3)))
 
 
-def _transition(channels: int, compressed: int) -> nn.Module:
+def pooled_transition(channels: int, compressed: int) -> nn.Sequential:
     conv = nn.Conv2d(channels, compressed, kernel_size=1, bias=False)
-    modules = {
-        "norm": nn.BatchNorm2d(channels),
-        "relu": nn.ReLU(inplace=True),
-        "conv": conv,
-        "pool": nn.AvgPool2d(2, 2),
-    }
-    return nn.Sequential(OrderedDict(modules))
+    modules = OrderedDict(norm=nn.BatchNorm2d(channels), relu=nn.ReLU(inplace=True), conv=conv, pool=nn.AvgPool2d(2, 2))
+    return nn.Sequential(modules)
 
 
 def _features_net(layer: type[LayerHalves], **options) -> nn.Module:
@@ -204,11 +204,32 @@ SIDES = {"monai_1d": (65,), "monai_3d": (17, 19, 18)}
 
 def build(name: str) -> nn.Module:
     """The model in float64, with random values in its norms and biases."""
-    model = MODELS[name]().double()
-    for parameter in model.parameters():
+    return randomized(MODELS[name]())
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """The model in float64, with random values in its vectors: norms and biases."""
+    for parameter in model.double().parameters():
         if parameter.dim() == 1:
             nn.init.normal_(parameter, mean=0.5, std=0.3)
     return model
+
+
+def build_pair(name: str) -> tuple[Any, Any]:
+    """The model, and its plain reference."""
+    model = build(name)
+    return model, plain_reference(name, model)
+
+
+def convert_pair(model: nn.Module, engine: bool | str = True) -> tuple[Any, Any, Report]:
+    """A model, converted; a copy that is not; and the report."""
+    plain = copy.deepcopy(model)
+    return model, plain, convert_and_report(model, engine)
+
+
+def assert_restored(model: nn.Module, plain: nn.Module) -> None:
+    """The model has the classes of the plain one again, in every module."""
+    assert list(map(type, restore(model).modules())) == list(map(type, plain.modules()))
 
 
 def plain_reference(name: str, model: nn.Module) -> nn.Module:
