@@ -16,6 +16,7 @@ from torch import Tensor
 
 _FSDP = "torch.distributed.fsdp"
 SHARED, PREDICTION, IM2COL = "the shared engine", "memory.predict", "im2col for tiny images"
+SKIPS = "one matrix for both ends of a skip connection"
 
 NAMES: dict[str, str] = {}
 """The feature that needs each private name below `torch`."""
@@ -118,10 +119,13 @@ saved_tensors_hooks_enabled = _private(
 )
 """Returns False inside `torch.autograd.graph.disable_saved_tensors_hooks()`."""
 
-top_saved_tensors_hooks = _private(
-    "_C._autograd._top_saved_tensors_default_hooks", "one matrix for both ends of a skip connection", ()
-)
-"""Returns the hooks for saved tensors here, or None."""
+_top_saved_tensors_hooks = _private("_C._autograd._top_saved_tensors_default_hooks", SKIPS)
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether hooks for saved tensors are in force, or this PyTorch cannot tell."""
+    return why_not(SKIPS) is not None or _top_saved_tensors_hooks(False) is not None
+
 
 _cache_enabled = _private("nn.utils.parametrize._cache_enabled", "recomputing parametrizations", True)
 

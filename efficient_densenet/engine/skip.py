@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._tensors import device_type
-from .._torch_private import top_saved_tensors_hooks
+from .._torch_private import has_saved_tensors_hooks
 from . import choose, plan
 from .limits import must_be_called
 from .network import run_sequence
@@ -56,7 +56,7 @@ def _plan_down(block: EngineBlock, transition: nn.Module, x: Any, room: Room) ->
     is saved of the features is another tensor than these: in hooks for saved tensors, as of a checkpoint."""
     if not (isinstance(x, Tensor) and _may_be_shared(block, x)):
         return None
-    if torch.compiler.is_compiling() or not _is_run_here(x) or top_saved_tensors_hooks(False) is not None:
+    if torch.compiler.is_compiling() or not _is_run_here(x) or has_saved_tensors_hooks():
         return None
     plans = plan.plans_of_network([block, transition])
     if plans is None or not plan.needs_grad(x, block):
