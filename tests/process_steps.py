@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchvision.models.densenet as torchvision_densenet
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -143,6 +145,9 @@ WRAPPERS: dict[str, Callable[[nn.Module, str], nn.Module]] = {
     "fully_shard": _fully_shard,
     "fully_shard, not resharded": functools.partial(_fully_shard, reshard=False),
     "fully_shard, clipped": _fully_shard,
+    "fully_shard, offloaded": lambda model, unit: _fully_shard(
+        model, unit, offload_policy=CPUOffloadPolicy(pin_memory=False)
+    ),
     "fully_shard, mixed": _mixed,
     "FSDP1": _fsdp1,
     "FSDP1, flat": functools.partial(_fsdp1, use_orig_params=False),
@@ -308,11 +313,42 @@ def process_group(store: str) -> Iterator[int]:
     dist.destroy_process_group()
 
 
+def save() -> None:
+    """Save a sharded model and its optimizer after two steps, and all that must be loaded again."""
+    model = wrapped("ours", "fully_shard", "block", "shared")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for (x,) in _batches("ours", "fully_shard", "block", "shared")[:2]:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id="saved")
+    torch.save([full(tensor) for tensor in (*model.parameters(), *model.buffers())], f"saved.{dist.get_rank()}.pt")
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def loads(folder: Path) -> bool:
+    """Whether another engine and number of processes load what two processes have saved, bit for bit."""
+    model = wrapped("ours", "fully_shard", "block", "plain")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=folder / "saved")
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    saved = [torch.load(folder / f"saved.{rank}.pt", weights_only=True) for rank in range(2)]
+    # Parameters are equal in both; running statistics differ, and the checkpoint has those of one of them.
+    loaded = zip([full(tensor) for tensor in (*model.parameters(), *model.buffers())], *saved, strict=True)
+    equal = all(any(torch.equal(tensor, each) for each in of_ranks) for tensor, *of_ranks in loaded)
+    return equal and {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
 def main(cases: str, path: str) -> None:
     outcomes = {}
     for i, case in enumerate(json.loads(Path(cases).read_text())):
         with process_group(f"{path}.store{i}") as rank:  # a group for each case: an error may leave one in pieces
-            outcomes[case] = outcome(case)
+            outcomes[case] = save() if case == "save" else outcome(case)
     Path(f"{path}.{rank}").write_text(json.dumps(outcomes))
 
 

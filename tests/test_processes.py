@@ -26,6 +26,7 @@ SHARDED = [
     "converted last | FSDP1 | block | best",
     "ours | fully_shard, clipped | block | shared",
     "ours | fully_shard, mixed | block | shared",
+    "ours | fully_shard, offloaded | block | shared",
 ]
 OTHERS = [
     *(f"ours | DDP | {way} | best" for way in ("small buckets", "accumulated")),
@@ -86,15 +87,25 @@ def _wrong(cases: list[str], processes: int, folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> list[dict[str, str]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder) -> list[dict[str, str]]:
     """All cases of two processes, which take seconds to start."""
-    return outcomes_of_processes([*SHARDED, *OTHERS], 2, STEPS, tmp_path_factory.mktemp("processes"))
+    return outcomes_of_processes([*SHARDED, *OTHERS, "save"], 2, STEPS, folder)
 
 
 @pytest.mark.parametrize("case", [*SHARDED, *OTHERS])
 def test_two_processes_train_as_plain_or_are_refused(case, outcomes):
     for of_rank in outcomes:
         assert _is_right(case, of_rank[case]), of_rank[case]
+
+
+@pytest.mark.usefixtures("outcomes", "process_group_of_one")
+def test_a_checkpoint_of_two_processes_is_loaded_by_one(folder):
+    assert process_steps.loads(folder)
 
 
 @pytest.mark.usefixtures("process_group_of_one")
