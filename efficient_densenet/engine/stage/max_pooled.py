@@ -109,11 +109,13 @@ def _places(images: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def _codes(indices: Tensor, sides: torch.Size) -> Tensor:
     """The codes of indices of pixels: a bit for each dimension, the last one lowest."""
-    codes, stride = torch.zeros_like(indices, dtype=torch.uint8), 1
-    for i, side in enumerate(sides[::-1]):
-        codes += (indices // stride % side % 2 << i).to(torch.uint8)
-        stride *= side
-    return codes
+    rest, codes = indices.to(torch.int32), torch.zeros_like(indices, dtype=torch.int32)
+    for i in range(len(sides)):  # bits and differences, since a remainder takes ten times as long
+        stride = sides[i + 1 :].numel()
+        place = rest // stride if stride > 1 else rest
+        rest = rest - place * stride
+        codes = codes * 2 + (place & 1)
+    return codes.to(torch.uint8)
 
 
 def _sums(total: Gradients, part: Gradients) -> Gradients:
