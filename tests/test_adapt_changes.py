@@ -493,7 +493,7 @@ def test_a_conversion_beside_a_profiler():
     profiler = cProfile.Profile()
     profiler.enable()
     assert converted(Layer)[2] == "shared"
-    assert sys.getprofile() is not None
+    assert sys.version_info >= (3, 12) or sys.getprofile() is not None  # later profilers are beside it
     profiler.disable()
     assert converted(Layer)[2] == "shared"
 

@@ -253,7 +253,7 @@ def _may_change_in_place(module: nn.Module, name: str, value: Any) -> bool:
         return False
     if isinstance(value, Tensor):
         return name not in ("weight", "bias")
-    return isinstance(value, (list, dict, set)) and type(module).__module__.startswith("torch.nn.")
+    return isinstance(value, (list, dict, set)) and f"{type(module).__module__}.".startswith("torch.nn.")
 
 
 _INTERNAL = (frozenset(vars(nn.Module())) | {_KeptPlans.ATTRIBUTE}) - {"training"}

@@ -129,8 +129,8 @@ class FCFeatures(nn.Module):
     def run(self, x: Tensor, classifier: nn.Module | None = None) -> Tensor:
         """The features, or the output of the classifier, which reads them where they are stored."""
         x, skipped = self.conv0(x), []
-        blocks = [self.get_submodule(f"denseblock{i}") for i in range(1, 2 * self.depth + 2)]
-        transitions = [self.get_submodule(f"transition{i}") for i in range(1, 2 * self.depth + 1)]
+        blocks = [getattr(self, f"denseblock{i}") for i in range(1, 2 * self.depth + 2)]
+        transitions = [getattr(self, f"transition{i}") for i in range(1, 2 * self.depth + 1)]
         for i in range(self.depth):
             x, output = run_down(blocks[i], transitions[i], x, self.rooms[i])
             skipped.append(output)
