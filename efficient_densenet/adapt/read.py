@@ -169,8 +169,10 @@ def run_transition(module: nn.Module, read: Transition, x: Tensor) -> Tensor:
     if not activations_of(parts.norm):
         output = parts.activations[0](output)
     output = cast(_ConvNd, parts.conv)(output)
-    if parts.pools:
-        output = POOLS["avg_pool"](output)
+    if parts.max_pools and parts.drop_rate:
+        output = parts.dropout(output, parts.drop_rate)
+    if parts.pools or parts.max_pools:
+        output = POOLS["avg_pool" if parts.pools else "max_pool"](output)
     return output if parts.after is None else parts.after(output)
 
 
@@ -322,17 +324,20 @@ def _present_dropout(block: nn.Module, dropout: Dropout | None, conv: Any) -> tu
 def consumer_parts(module: nn.Module, read: Transition) -> ConsumerParts:
     """The present parts of a transition."""
     norm, conv = (submodule(module, name) for name in (read.unit.norm, read.unit.conv))
-    steps: list[Callable] = []
-    for each in read.after:
+    activation, before, steps = _present_activation(module, read.unit), list[Dropout](), list[Callable]()
+    pooling = next((each for each in read.after if isinstance(each, str)), "")
+    max_pools = pooling == "max_pool" and read.after.index(pooling) <= 1
+    if max_pools:  # and the dropout before it is a part of the engine's operation
+        before = [each for each in read.after[:1] if isinstance(each, Dropout)]
+    rate, dropout = _present_dropout(module, before[0] if before else None, conv)
+    for each in read.after[len(before) + max_pools :]:
         if isinstance(each, str):
             steps.append(POOLS[each])
-        else:
-            rate, function = _present_dropout(module, each, conv)
-            if rate:
-                steps.append(partial(function, p=rate))
-    pools = len(steps) > 0 and steps[0] is POOLS["avg_pool"]
-    activation = _present_activation(module, read.unit)
-    return ConsumerParts(norm, cast(_ConvNd, conv), pools, (activation,), composed(*steps[pools:]))
+        elif (present := _present_dropout(module, each, conv))[0]:
+            steps.append(partial(present[1], p=present[0]))
+    pools = not max_pools and len(steps) > 0 and steps[0] is POOLS["avg_pool"]
+    after = composed(*steps[pools:])
+    return ConsumerParts(norm, cast(_ConvNd, conv), pools, (activation,), after, max_pools, rate, dropout)
 
 
 def submodule(module: nn.Module, name: str) -> Any:
