@@ -324,20 +324,21 @@ def _present_dropout(block: nn.Module, dropout: Dropout | None, conv: Any) -> tu
 def consumer_parts(module: nn.Module, read: Transition) -> ConsumerParts:
     """The present parts of a transition."""
     norm, conv = (submodule(module, name) for name in (read.unit.norm, read.unit.conv))
-    activation, before, steps = _present_activation(module, read.unit), list[Dropout](), list[Callable]()
-    pooling = next((each for each in read.after if isinstance(each, str)), "")
-    max_pools = pooling == "max_pool" and read.after.index(pooling) <= 1
-    if max_pools:  # and the dropout before it is a part of the engine's operation
-        before = [each for each in read.after[:1] if isinstance(each, Dropout)]
-    rate, dropout = _present_dropout(module, before[0] if before else None, conv)
-    for each in read.after[len(before) + max_pools :]:
+    after, steps = list(read.after), []
+    first = after[0] if after and not isinstance(after[0], str) else None
+    pooling = after if first is None else after[1:]
+    max_pools = len(pooling) > 0 and pooling[0] == "max_pool"  # with the dropout before it a part of the operation
+    rate, dropout = _present_dropout(module, first if max_pools else None, conv)
+    for each in pooling[1:] if max_pools else after:
         if isinstance(each, str):
             steps.append(POOLS[each])
-        elif (present := _present_dropout(module, each, conv))[0]:
-            steps.append(partial(present[1], p=present[0]))
+        else:
+            rate_here, function = _present_dropout(module, each, conv)
+            if rate_here:
+                steps.append(partial(function, p=rate_here))
     pools = not max_pools and len(steps) > 0 and steps[0] is POOLS["avg_pool"]
-    after = composed(*steps[pools:])
-    return ConsumerParts(norm, cast(_ConvNd, conv), pools, (activation,), after, max_pools, rate, dropout)
+    settings = pools, (_present_activation(module, read.unit),), composed(*steps[pools:]), max_pools, rate, dropout
+    return ConsumerParts(norm, cast(_ConvNd, conv), *settings)
 
 
 def submodule(module: nn.Module, name: str) -> Any:
