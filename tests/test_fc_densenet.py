@@ -267,6 +267,15 @@ def test_forwards_of_any_kind_equal_plain(case):
         assert_same_buffers(efficient, plain)
 
 
+@pytest.mark.parametrize("engine", ["plain", "best"])
+@pytest.mark.filterwarnings("ignore:falling back from engine")
+def test_a_hook_on_all_modules_sees_the_features_and_the_classifier(engine):
+    model, called = _small(efficient=engine), []
+    with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module)):
+        model(_images(8, 8))
+    assert {model.features, model.classifier, model.features.transition3} <= set(called)
+
+
 def test_a_graph_that_is_kept_gives_its_gradients_again():
     model = _small(efficient="shared", drop_rate=0.3)
     output = model(_images(8, 12))

@@ -94,15 +94,6 @@ def plan_alone(
     return _kept(plans, (block is None, *request), x, make_plan, block, consumer, request)
 
 
-def plan_up(block: nn.Module, consumer: nn.Module | None, x: Tensor, request: StageRequest) -> StagePlan | None:
-    """The plan of a block and of the consumer after it on x, without the channels that are stored already."""
-    plans = plans_of_network([block, *([] if consumer is None else [consumer])])
-    if plans is None or why_not_ordinary_autograd(x) is not None:
-        return None
-    stage = _kept(plans, ("up", *request), x, make_plan, block, consumer, request)
-    return None if isinstance(stage, str) else stage
-
-
 def plan_stem(plans: Plans, modules: Sequence[Any], first: int, x: Tensor) -> StemPlan | None:
     """The plan with which the first four of `modules` run as one node on x; None where they are to be called: they are
     no such stem, or another engine runs the first block, at position `first`."""

@@ -72,8 +72,8 @@ def _plan_up(block: EngineBlock, classifier: nn.Module | None, x: Tensor, skip: 
     """The plan with which `block` reads the features of `skip` and writes its own beside them; None where it cannot."""
     if must_be_called(block) or not _may_be_shared(block, x):
         return None
-    stage = plan.plan_up(block, classifier, x, StageRequest(skip=skip.edge.shape[1]))
-    if stage is None or stage.sharded or (classifier is not None and stage.spec.consumer is None):
+    stage = plan.plan_alone(block, classifier, x, StageRequest(skip=skip.edge.shape[1]))
+    if isinstance(stage, str) or stage.sharded or (classifier is not None and stage.spec.consumer is None):
         return None
     spec, features = stage.spec, skip.features
     alike = all(

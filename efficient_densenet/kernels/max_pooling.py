@@ -43,9 +43,9 @@ class MaxPool(NamedTuple):
         return MaxPool((1, *kernel_size), (1, *stride), (0, *padding), (1, *dilation), ceil_mode)
 
 
-def max_pool_dtype(images: Tensor) -> torch.dtype:
-    """The dtype of the output of PyTorch's own pooling, which autocast may change: of volumes, on a CPU."""
-    return dimensions_of(images).max_pool(images.new_zeros([1] * images.dim()), 1).dtype
+def max_pool_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of PyTorch's pooling of images like x in `dtype`. Autocast may change it: of volumes on a CPU."""
+    return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=dtype), 1).dtype
 
 
 def _pooled_side(side: int, kernel_size: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check, integer, number
+from .._torch_private import has_global_module_hooks
+from ..engine.choose import may_run_engines
 from ..engine.limits import must_be_called
 from ..engine.skip import run_down, run_up
 from .activations import ActivationFactory, activation_factory
@@ -64,7 +66,8 @@ class FCDenseNet(DenseModel):
     def forward(self, x: Tensor) -> Tensor:
         """The logits, (N, num_classes, *spatial), of the input's size."""
         self._check_input(x)
-        if must_be_called(self.features) or not self.num_classes:
+        is_seen = must_be_called(self.features) or has_global_module_hooks()
+        if is_seen or not may_run_engines(self.features, x):  # as in a graph that torch.fx or torch.export makes
             return self.classifier(self.features(x))
         return self.features.run(x, self.classifier)
 

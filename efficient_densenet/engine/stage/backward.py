@@ -21,7 +21,7 @@ from ...kernels.portable import to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
 from ..operator import BackwardInputs
 from .forward import conv1x1, converted_weights
-from .masks import unpack
+from .masks import drop_
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, SKIPPED, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
@@ -36,7 +36,7 @@ class Backward:
         spec.check_shapes(saved.parameters, len(inputs.shape) - 1)  # `weight.data` may be another tensor by now
         self.grad_consumer = None if spec.consumer is None else inputs.grad_outputs[0]
         self.grad_block = inputs.grad_outputs[-1] if spec.returns_features else None
-        if self.grad_block is not None and any(spec.room):
+        if self.grad_block is not None and spec.room:
             self.grad_block = to_spatial(self.grad_block, self.shape)
         self.kernels = kernels_for(self.features, spec.activations)
         self.statistics = BackwardStatistics(spec, self.features, saved.statistics, saved.count)
@@ -95,7 +95,7 @@ class Backward:
         With `may_overwrite` the result may be a view of grad_accum.
         """
         columns = self.spec.segment_columns(segment)
-        in_place = segment <= 0 and self.spec.grad_input_in_place
+        in_place = segment <= 0 and self.spec.skip > 0  # a matrix of its own
         if not self.is_written:
             grad_input = self.features.new_zeros(len(self.features), columns.stop - columns.start)
         else:
@@ -131,7 +131,7 @@ class Backward:
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         first, last = norms.start, norms.stop - 1
         if layer.drop_rate:
-            grad_output.mul_(unpack(self.dropout_masks.pop(), *grad_output.shape)).mul_(1 / (1 - layer.drop_rate or 1))
+            drop_(grad_output, self.dropout_masks.pop(), layer.drop_rate)
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:

@@ -11,7 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .masks import unpack
+from .masks import drop_, unpack
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
@@ -22,10 +22,12 @@ class StageInputs(NamedTuple):
 
     Attributes:
         x: the stage's input.
-        parameters: four for each norm, as in `NormConv`.
+        parameters: four for each norm, as in `NormConv`, then the place of skipped channels in autograd's graph.
         running_statistics: running_mean and running_var of each frozen norm.
-        dropout_masks: True where a layer's output is kept, (N, growth_rate, *spatial), for each layer with dropout.
-        stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; else empty.
+        dropout_masks: the bits of what dropout keeps of (pixels, channels), for each layer with it and the consumer.
+        stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; or features in
+            which the skipped channels are stored; else empty.
+        skipped: the statistics of the skipped channels, unless the norms are frozen.
     """
 
     x: Tensor
@@ -56,7 +58,7 @@ class Forward:
         self.bottleneck: Tensor | None = None
         self.codes: Tensor | None = None
         self.block_output: Tensor | None = None
-        if spec.returns_features and not any(spec.room):
+        if spec.returns_features and not spec.room:
             self.block_output = spec.empty_images(self.x, spec.num_output_channels, self.shape)
 
     def run(self) -> tuple[Tensor, ...]:
@@ -67,7 +69,7 @@ class Forward:
             self._write(i + 1, *self._layer(i))
         self.bottleneck = None
         outputs = [] if self.spec.consumer is None else [self._consumer(self.spec.consumer)]
-        if any(self.spec.room):
+        if self.spec.room:
             outputs.append(self.x.new_empty(()).expand(self.shape.numel(), self.spec.num_output_channels))
         return tuple(outputs if self.block_output is None else [*outputs, self.block_output])
 
@@ -109,11 +111,7 @@ class Forward:
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        return (
-            output.mul_(unpack(next(self.dropout_masks), *output.shape)).mul_(1 / (1 - layer.drop_rate or 1)),
-            None,
-            None,
-        )
+        return drop_(output, next(self.dropout_masks), layer.drop_rate), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
         """The input of the 3×3 convolution. `input` is the input of the 1×1 convolution, after norm `number`.

@@ -20,5 +20,15 @@ def unpack(bits: Tensor, *shape: int) -> Tensor:
     return flat[: math.prod(shape)].view(shape)
 
 
+def drop_(values: Tensor, bits: Tensor, drop_rate: float) -> Tensor:
+    """Dropout in place of a layer's output or of its gradient, (pixels, channels)."""
+    return values.mul_(unpack(bits, *values.shape)).mul_(scale(drop_rate))
+
+
+def scale(drop_rate: float) -> float:
+    """What dropout multiplies the values with that it keeps."""
+    return 1 / (1 - drop_rate or 1)
+
+
 def _shifts(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)[:, None]

@@ -15,6 +15,7 @@ from ...kernels.interface import BatchNormBackward, Conv1x1, GradAccumulator, Gr
 from ...kernels.max_pooling import MaxPool
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
+from .masks import scale
 
 DROPPED = 255
 
@@ -38,7 +39,7 @@ class MaxPooled(NamedTuple):
             if bias is not None:
                 values.add_(bias)
             if mask is not None:
-                values.mul_(mask[tile]).mul_(self._scale())
+                values.mul_(mask[tile]).mul_(scale(self.drop_rate))
             maxima, indices = self._pool(shape).forward(to_spatial(values, shape))
             tile_codes = _codes(indices, shape[1:])
             if mask is not None:
@@ -56,7 +57,7 @@ class MaxPooled(NamedTuple):
         grad_bias = grad_output.new_zeros(len(weight), dtype=bias_dtype)
         for tile, pooled, shape in self._tiles():
             grad = grad_output.new_zeros(tile.stop - tile.start, len(weight))
-            grad_pooled = grad_output[pooled] * self._scale() if self.drop_rate else grad_output[pooled]
+            grad_pooled = grad_output[pooled] * scale(self.drop_rate) if self.drop_rate else grad_output[pooled]
             _scatter(grad_pooled, codes[pooled], grad, shape)
             grad_bias += grad.sum(0, dtype=bias_dtype)
             arguments = BatchNormBackward(grad, grad), self.conv.input.tile(tile), weight, accumulator.tile(tile)
@@ -64,9 +65,6 @@ class MaxPooled(NamedTuple):
             grads = part if grads is None else _sums(grads, part)
         assert grads is not None  # there is a tile
         return grads, grad_bias
-
-    def _scale(self) -> float:
-        return 1 / (1 - self.drop_rate or 1)
 
     def _tiles(self) -> Iterator[tuple[slice, slice, torch.Size]]:
         """Tiles of the rows of the pixel matrix, the rows of the pooled matrix, and the shape of the tile's images. No
@@ -109,13 +107,14 @@ def _places(images: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def _codes(indices: Tensor, sides: torch.Size) -> Tensor:
     """The codes of indices of pixels: a bit for each dimension, the last one lowest."""
-    rest, codes = indices.to(torch.int32), torch.zeros_like(indices, dtype=torch.int32)
+    rest, codes = indices.to(torch.int32), torch.zeros_like(indices, dtype=torch.uint8)
     for i in range(len(sides)):  # bits and differences, since a remainder takes ten times as long
-        stride = sides[i + 1 :].numel()
-        place = rest // stride if stride > 1 else rest
-        rest = rest - place * stride
-        codes = codes * 2 + (place & 1)
-    return codes.to(torch.uint8)
+        stride, place = sides[i + 1 :].numel(), rest
+        if stride > 1:
+            place = rest // stride
+            rest.sub_(place, alpha=stride)
+        codes.mul_(2).add_(place.bitwise_and_(1))
+    return codes
 
 
 def _sums(total: Gradients, part: Gradients) -> Gradients:

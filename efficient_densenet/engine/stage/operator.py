@@ -74,7 +74,7 @@ class StageOperator(Operator):
                 sides = [side // 2 for side in sides]
             size, memory_format = (x.shape[0], channels, *sides), spec.consumer_memory_format(x)
             outputs.append(torch.empty(size, dtype=dtype_of_output, device=x.device, memory_format=memory_format))
-        if any(spec.room):
+        if spec.room:
             outputs.append(x.new_empty(()).expand(pixels, spec.num_output_channels))
         elif spec.returns_features:
             outputs.append(spec.empty_images(x, spec.num_output_channels, shape))
@@ -89,10 +89,7 @@ class StageOperator(Operator):
         return [*outputs, *computed[len(inputs.stored) :], *others, *bottlenecks]
 
     def fake_grad_input(self, spec: StageSpec, shape: Sequence[int], saved: SavedStage) -> Tensor:
-        columns = spec.order.slice(0, spec.in_channels)
-        channels = spec.order.total if spec.grad_input_in_place else spec.in_channels
-        matrix = saved.features.new_empty(saved.features.shape[0], channels)
-        matrix = matrix[:, columns] if spec.grad_input_in_place else matrix
+        matrix = saved.features.new_empty(saved.features.shape[0], spec.in_channels - spec.skip)
         return matrix.view(*shape, matrix.shape[1]).movedim(-1, 1)
 
 

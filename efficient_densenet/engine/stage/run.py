@@ -48,7 +48,7 @@ class StageRequest(NamedTuple):
     keeps_channels_last: bool = False
     return_features: bool = False
     num_saved: int | None = 0
-    room: tuple[int, int] = (0, 0)
+    room: tuple[int, ...] = ()
     skip: int = 0
 
 
@@ -123,7 +123,7 @@ class StagePlan:
         if self.spec.consumer is not None and self.spec.consumer.pools:
             output = as_dtype(output, average_pool_dtype(output))
         if self.spec.consumer is not None and self.spec.consumer.max_pools:
-            output = as_dtype(output, max_pool_dtype(output))
+            output = as_dtype(output, max_pool_dtype(output, output.dtype))
         return (output if self.after is None else self.after(output), *features)  # by ordinary autograd
 
     def apply(
@@ -144,7 +144,7 @@ class StagePlan:
         if not torch.compiler.is_compiling():
             remember_features(self.spec, results[0], features, statistics)
         self.statistics.update(statistics, tensors)
-        if any(self.spec.room):
+        if self.spec.room:
             return results[0], Skip(results[1], features, statistics, self.spec, torch.Size([len(x), *x.shape[2:]]))
         return tuple(results[:count])
 

@@ -13,7 +13,7 @@ from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..operator import Connected
-from .masks import unpack
+from .masks import scale, unpack
 from .max_pooled import at_codes
 from .spec import SKIPPED, ConsumerSpec, SavedStage, StageSpec, norm_convs
 
@@ -49,7 +49,7 @@ class PlainStage:
         if self.spec.returns_features:
             new = features[1 + bool(self.spec.skip) :]
             output = self._concatenated(new if self.spec.new_features_only else features)
-            outputs.append(to_pixel_matrix(output) if any(self.spec.room) else output)
+            outputs.append(to_pixel_matrix(output) if self.spec.room else output)
         return outputs
 
     def _concatenated(self, features: list[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class PlainStage:
         if layer.drop_rate:
             pixels = self.saved.features.shape[0]
             mask = to_spatial(unpack(next(self.dropout_masks), pixels, x.shape[1]), torch.Size([len(x), *x.shape[2:]]))
-            x = x * mask * (1 / (1 - layer.drop_rate or 1))
+            x = x * mask * scale(layer.drop_rate)
         return x
 
     def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class PlainStage:
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, 1)
         if consumer.max_pools:
             codes = to_spatial(self.saved.codes, halved(torch.Size([x.shape[0], *x.shape[2:]])))
-            return at_codes(x, codes) * (1 / (1 - consumer.drop_rate or 1))
+            return at_codes(x, codes) * scale(consumer.drop_rate)
         return dimensions_of(x).avg_pool(x, 2) if consumer.pools else x
 
     def _norm(self, x: Tensor, number: int, eps: float) -> Tensor:

@@ -98,15 +98,14 @@ class StageSpec:
         in_channels, growth_rate: how many channels the stage's input has, and how many each layer adds.
         newest_first, new_features_only: as in `BlockParts`.
         return_features: the stage returns the block's output after the consumer's.
-        room: how many columns the matrix of features has before and after the stage's own; the block's output is its
-            place in autograd's graph alone then.
+        room: how many columns the matrix of features has before and after the stage's own, empty without any; the
+            block's output is its place in autograd's graph alone then.
         skip: how many channels of the input, the last ones, another stage has stored in the features.
         frozen: the norms of the features use their running statistics; weight and bias may still require
             gradients.
         eps: the eps of the norms of the features.
         sync_group: the name of the process group over which batch statistics are computed, if there is one.
         layers, consumer: the settings of the layers and of the consumer.
-        has_consumer_norm: False for a consumer that is a convolution alone.
         updates: whether any norm has batch statistics.
         has_count: whether the processes of a sync group count their values.
         norms: all norms, each layer's and then the consumer's.
@@ -126,7 +125,7 @@ class StageSpec:
     newest_first: bool
     new_features_only: bool
     return_features: bool
-    room: tuple[int, int]
+    room: tuple[int, ...]
     skip: int
     frozen: bool
     eps: float
@@ -144,7 +143,6 @@ class StageSpec:
         self.num_output_channels = self.output_order.total - self.output_order.first
         self.returns_features = self.return_features or self.consumer is None
         self.num_outputs = (self.consumer is not None) + self.returns_features
-        self.has_consumer_norm = self.consumer is None or self.consumer.has_norm
         self.updates = not self.frozen or any(layer.width and not layer.norm2_frozen for layer in self.layers)
         self.has_count = self.sync_group is not None and self.updates
         self.layer_norms: list[slice] = []
@@ -164,32 +162,28 @@ class StageSpec:
             self.layer_norms.append(slice(first, len(frozen)))
         if self.consumer is not None:
             self.sizes.append((self.order.total, None, 1))
-            frozen.append(None)
-            activations += [self.consumer.activation] if self.consumer.has_conv and self.has_consumer_norm else []
+            frozen += [None] if self.consumer.has_norm else []
+            activations += [self.consumer.activation] if self.consumer.has_conv and self.consumer.has_norm else []
         self.activations = sorted({each.name for each in activations})
         self.norms: list[NormSpec] = []
         self.num_columns = 0 if self.frozen else self.order.total
-        for (channels, *_), inside in zip(self.sizes, frozen, strict=True):
+        for (channels, *_), inside in zip(self.sizes, frozen, strict=False):
             features = self.order.slice(0, channels) if inside is None else None
-            is_conv_alone = len(self.norms) == len(self.sizes) - 1 and not self.has_consumer_norm
-            if features is not None and (not self.frozen or is_conv_alone):
-                self.norms.append(NormSpec(features, features, self.frozen))
+            if features is not None and not self.frozen:
+                self.norms.append(NormSpec(features, features, False))
                 continue
             columns = slice(self.num_columns, self.num_columns + channels)
             self.norms.append(NormSpec(features, columns, self.frozen if inside is None else inside))
             self.num_columns = columns.stop
+        if len(self.norms) < len(self.sizes):  # a convolution alone
+            columns = slice(0, self.order.total)
+            self.norms.append(NormSpec(columns, columns, self.frozen))
 
     def __hash__(self) -> int:
         """Computed once, not while compilers trace: a specification is a part of the key of each eager run."""
         if self._hash is None:
             self._hash = hash(tuple(getattr(self, name) for name in _FIELDS))
         return self._hash
-
-    @property
-    def grad_input_in_place(self) -> bool:
-        """Whether the gradient of the stage's input is a part of the sum of the consumers' gradients, where it is most
-        of it: a copy would take more memory than the rest of the sum, which then lives as long as this gradient."""
-        return self.skip > 0 or 2 * self.in_channels > self.order.total
 
     @property
     def grad_groups(self) -> list[slice]:
@@ -202,7 +196,7 @@ class StageSpec:
 
     def own(self, features: Tensor) -> Tensor:
         """The stage's columns of the matrix of features."""
-        return features[:, self.room[0] : self.room[0] + self.order.total] if any(self.room) else features
+        return features[:, self.room[0] : self.room[0] + self.order.total] if self.room else features
 
     def values(self, features: Tensor, statistics: Tensor, segment: int) -> Tensor:
         """What is stored of a segment, by the statistics of the stage's columns."""

@@ -12,7 +12,7 @@ from ..._compilers import specialized
 from ..._dimensions import dimensions_of, per_dimension
 from ..._tensors import accumulation_dtype, compute_dtype
 from ...kernels.activations import ActivationSpec
-from ...kernels.max_pooling import MaxPool
+from ...kernels.max_pooling import MaxPool, max_pool_dtype
 from ...norms.frozen import eps_of, uses_running_statistics
 from ...norms.sync_batch_norm import sync_group
 from ..parts import activation_spec
@@ -95,7 +95,7 @@ def read_spec(stem: Sequence[Any], x: Tensor) -> StemSpec:
 def output_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the stem's output: the convolution's, unless autocast changes it for the pooling (volumes on a
     CPU)."""
-    return dimensions_of(x).max_pool(x.new_zeros([1] * x.dim(), dtype=compute_dtype(x)), 1).dtype
+    return max_pool_dtype(x, compute_dtype(x))
 
 
 class Conv(NamedTuple):
