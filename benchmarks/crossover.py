@@ -1,7 +1,7 @@
 """Is `efficient=True` ever slower than plain? Time and memory of steps of all sizes on a CPU, relative to plain's.
 
     python benchmarks/crossover.py --allocator tcmalloc                       all points, in about 12 minutes
-    python benchmarks/crossover.py --allocator tcmalloc --missing             those that the file does not have yet
+    python benchmarks/crossover.py --allocator tcmalloc --missing             what this commit has not measured yet
     python benchmarks/crossover.py --points "densenet121 2 x 48^3" --threads 1
 
 In each round one process takes steps of plain, of `efficient=True` with Numba's kernels, and of it without them, and
@@ -60,7 +60,7 @@ def crossover(
         seconds: how long each is measured, or longer for five rounds.
         threads: number of CPU threads. Default: PyTorch's.
         allocator: tcmalloc, jemalloc or the path of a library to preload.
-        missing: leave out what is in the file.
+        missing: measure what this commit has not measured yet, and leave rows of other commits out of the file.
         file: where to write. Default: cpu_torch<version>_crossover.csv in benchmarks/results.
     """
     preload = find_allocator(allocator)
@@ -70,6 +70,7 @@ def crossover(
         torch.set_num_threads(threads)
     path = Path(file) if file else results.RESULTS / f"cpu_torch{torch.__version__.partition('+')[0]}_crossover.csv"
     measured = results.read_others(path, "point")
+    measured = results.of_this_commit(measured) if missing else measured
     for point in as_list(points):
         if missing and any(row["point"] == point for row in measured):
             continue

@@ -1,7 +1,7 @@
 """The host's time of a training step on a GPU, measured without one: launches of Triton kernels do nothing.
 
-    python benchmarks/gpu_host.py --model densenet_bc_100_12
-    python benchmarks/gpu_host.py --model densenet121 --image_size 32
+    python benchmarks/gpu_host.py
+    python benchmarks/gpu_host.py --model densenet121 --turn 1
 
 The shared engine runs with its Triton kernels on the CPU. Each launch of a replay is made as on a GPU, up to Triton's
 own launcher in C, in whose place a function does nothing. PyTorch's operations, and so all of plain's, are the CPU's,
@@ -15,6 +15,7 @@ caches of the processor filled by it. `--turn 1` measures that step alone.
 
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ import rows as results
 import torch
 import torch.nn.functional as F
 from gpu_counts import triton_kernels
-from methods import architecture
+from methods import architecture, as_list, default_image_size
 from options import run_command
 from worker import device_name
 
@@ -91,11 +92,12 @@ def step(network: DenseNet, images: torch.Tensor) -> float:
 
 
 def measure(
-    model: str = "densenet_bc_100_12",
+    model: str | list[str] = "densenet_bc_100_12,densenet121",
     batch_size: int = 2,
-    image_size: int = 8,
-    turn: int = 8,
+    image_size: int = 0,
+    turn: int | list[int] = (8, 1),
     rounds: int = 15,
+    missing: bool = False,
     file: str = "",
 ) -> None:
     """Print the medians of the engines' turns, and write them to a CSV file, in which they replace their former row.
@@ -103,11 +105,27 @@ def measure(
     Args:
         model: a name of the zoo, or densenet_bc_<depth>_<growth rate>.
         batch_size: number of images.
-        image_size: height and width of the images, which change nothing but what the CPU computes.
+        image_size: height and width of the images, which change nothing but what the CPU computes. Default: the
+            smallest usual ones, 8 or 32.
         turn: steps of an engine in each round.
         rounds: turns of each engine.
+        missing: measure what this commit has not measured yet, and leave rows of other commits out of the file.
         file: where to write. Default: gpu_host_torch<version>.csv in benchmarks/results.
     """
+    path = Path(file) if file else results.RESULTS / f"gpu_host_torch{torch.__version__.partition('+')[0]}.csv"
+    key = "model", "batch_size", "image_size", "turn"
+    for name, steps in itertools.product(as_list(model), as_list(turn)):
+        size = image_size or (8 if default_image_size(name) == 32 else 32)
+        rows = results.read_others(path, "turn")
+        rows = results.of_this_commit(rows) if missing else rows
+        others = [
+            row for row in rows if [row[column] for column in key] != [name, *map(str, (batch_size, size, steps))]
+        ]
+        if not missing or others == rows:
+            results.write(path, [*others, _row(name, batch_size, size, steps, rounds)])
+
+
+def _row(model: str, batch_size: int, image_size: int, turn: int, rounds: int) -> dict[str, Any]:
     images = torch.randn(batch_size, 3, image_size, image_size)
     networks = {engine: DenseNet(**architecture(model), efficient=engine) for engine in ("plain", "shared")}
     times: dict[str, list[float]] = {engine: [] for engine in networks}
@@ -135,10 +153,7 @@ def measure(
     }
     print(f"{model}, {row['launches']} launches of Triton kernels, torch {torch.__version__}:")
     print(f"plain {row['plain_ms']} ms, shared {row['shared_ms']} ms, {statistics.median(ratios):.2f} of plain's")
-    path = Path(file) if file else results.RESULTS / f"gpu_host_torch{torch.__version__.partition('+')[0]}.csv"
-    key = "model", "batch_size", "image_size", "turn"
-    others = [each for each in results.read_others(path, "turn") if any(each[name] != str(row[name]) for name in key)]
-    results.write(path, [*others, row])
+    return row
 
 
 if __name__ == "__main__":

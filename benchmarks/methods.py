@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from efficient_densenet import CheckpointFunction, DenseNet, kernels, make_efficient
+from efficient_densenet import CheckpointFunction, DenseNet, FCDenseNet, kernels, make_efficient
 from efficient_densenet.models.layers import DenseLayer
-from efficient_densenet.models.zoo import VARIANTS
+from efficient_densenet.models.zoo import FC_VARIANTS, VARIANTS
 
 PRECISIONS = ("float32", "tf32", "bf16", "fp16")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -29,27 +29,36 @@ class Setting:
 
     model: str
     batch_size: int
-    image_size: int
+    image_size: int | str
     precision: str
     layout: str
     device: str
     threads: int
     inference: bool = False
     devices: int = 1
+    card_gb: int = 0
+
+    @property
+    def image_shape(self) -> list[int]:
+        """Channels and sizes: of a 32 3×32×32, of 1x96x96x96 a volume's."""
+        size = self.image_size
+        return [3, size, size] if isinstance(size, int) else [int(number) for number in size.split("x")]
 
 
 def expand(
     model: Any,
     batch_size: Any,
-    image_size: int = 0,
+    image_size: int | str = 0,
     precision: Any = "float32",
     layout: Any = "contiguous",
     device: str = "cpu",
     threads: int = 0,
     inference: bool = False,
     devices: Any = 1,
+    card_gb: Any = 0,
 ) -> list[Setting]:
-    """Return all combinations of the given models, batch sizes, precisions, layouts and numbers of devices."""
+    """Return all combinations of the given models, batch sizes, precisions, layouts, numbers of devices and sizes of
+    cards."""
     for name in as_list(precision):
         _check("precision", name, PRECISIONS)
         if name == "tf32" and not device.startswith("cuda"):
@@ -58,10 +67,10 @@ def expand(
         _check("layout", name, LAYOUTS)
     sizes = {name: image_size or default_image_size(name) for name in as_list(model)}
     threads = threads or torch.get_num_threads()
-    combinations = itertools.product(*map(as_list, (list(sizes), batch_size, precision, layout, devices)))
+    combinations = itertools.product(*map(as_list, (list(sizes), batch_size, precision, layout, devices, card_gb)))
     return [
-        Setting(name, int(batch), sizes[name], numbers, memory_format, device, threads, inference, count)
-        for name, batch, numbers, memory_format, count in combinations
+        Setting(name, int(batch), sizes[name], numbers, memory_format, device, threads, inference, count, card)
+        for name, batch, numbers, memory_format, count, card in combinations
     ]
 
 
@@ -73,13 +82,13 @@ def as_list(value: Any) -> list[Any]:
 
 
 def architecture(model: str) -> dict[str, Any]:
-    """Return the arguments of `DenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>, each perhaps
-    with another activation: densenet121+silu."""
+    """Return the arguments of `DenseNet` or `FCDenseNet` for a zoo model, or for any densenet_bc_<depth>_<growth rate>,
+    each perhaps with another activation: densenet121+silu."""
     model, _, activation = model.partition("+")
     if activation:
         return architecture(model) | {"activation": activation}
-    if model in VARIANTS:
-        return VARIANTS[model]
+    if model in VARIANTS or model in FC_VARIANTS:
+        return (VARIANTS | FC_VARIANTS)[model]
     match = re.fullmatch(r"densenet_bc_(\d+)_(\d+)", model)
     depth, growth_rate = (int(number) for number in match.groups()) if match else (0, 0)
     if depth < 10 or (depth - 4) % 6 or not growth_rate:
@@ -96,7 +105,7 @@ def architecture(model: str) -> dict[str, Any]:
 
 def default_image_size(model: str) -> int:
     """Return the height and width of the images of CIFAR or ImageNet, whichever the model is for."""
-    return 32 if architecture(model)["small_inputs"] else 224
+    return 32 if architecture(model).get("small_inputs", True) else 224
 
 
 def _check(option: str, name: str, allowed: Iterable[str]) -> None:
@@ -121,7 +130,8 @@ class Method(NamedTuple):
 
 
 def _ours(arguments: dict[str, Any], **overrides: Any) -> nn.Module:
-    return DenseNet(**(arguments | overrides))
+    network = DenseNet if "compression" in arguments else FCDenseNet
+    return network(**(arguments | overrides))
 
 
 def _portable(arguments: dict[str, Any]) -> nn.Module:
@@ -219,7 +229,7 @@ def unavailable_reason(name: str, setting: Setting) -> str | None:
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     model, arguments = setting.model, architecture(setting.model)
-    is_standard = arguments["bn_size"] == 4 and arguments["compression"] == 0.5
-    if package == "torchvision" and not is_standard:
-        return f"{package} has no DenseNet without bottlenecks or compression, as {model} is"
+    is_standard = arguments.get("bn_size") == 4 and arguments["compression"] == 0.5
+    if package == "torchvision" and not (is_standard and isinstance(setting.image_size, int)):
+        return f"{package} has no DenseNet without bottlenecks or compression, or of other inputs, as {model} is"
     return None

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on one card. Without names, the parts from `selftest` to `fp16` run in this order within
+# Everything that needs a GPU, on one card. Without names, the parts from `selftest` to `tf32` run in this order within
 # eight minutes; one that there is no time left for can be named in the next call.
 #
-#     bash benchmarks/on_gpu.sh                        selftest tests tf32 bf16 compiled fp16
+#     bash benchmarks/on_gpu.sh                        selftest tests converge devices users bf16 tf32
 #     bash benchmarks/on_gpu.sh fp16 tiles             these parts alone
 #     bash benchmarks/on_gpu.sh --dry-run [part]...    what it would run; every command is imported and parsed
 #
 #     selftest  every Triton kernel is compared with PyTorch's operations: cold where Triton's cache is empty, then warm;
 #               where one is refused, nothing is measured afterwards
 #     tests     the kernels' tests, in a process for each core
-#     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
+#     converge  DenseNet-BC-100-12 on the images in DATA (by default the digits) in three epochs, by each engine
+#     devices   the table that this project began with, on one card, and on two where there are two
+#     users     X-rays, volumes and FC-DenseNets in float32, bf16 and fp16: what PyTorch reserves on 8 and 16 GB
 #     bf16      under AMP in both memory formats, with torchvision's checkpointing and the portable kernels; so is fp16
+#     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
 #     compiled  plain under torch.compile, by default and with reduce-overhead
 #     check     gradients of real sizes beside plain in float64
 #     profile   what takes the time of a step
@@ -30,8 +33,8 @@ if [[ ${1:-} == --dry-run ]]; then
     shift
 fi
 limit=${LIMIT:-$(($# ? 570 : 480))}
-[[ $# -gt 0 ]] || set -- selftest tests tf32 bf16 compiled fp16
-known=" selftest tests tf32 bf16 compiled fp16 check profile ncu tiles train "
+[[ $# -gt 0 ]] || set -- selftest tests converge devices users bf16 tf32
+known=" selftest tests converge devices users bf16 tf32 fp16 compiled check profile ncu tiles train "
 for name in "$@"; do
     if [[ $known != *" $name "* ]]; then
         echo "error: unknown part or option $name: there are --dry-run and$known" >&2
@@ -153,6 +156,18 @@ run_part() {
     tests)
         kernel_tests tests/test_triton_kernels.py tests/test_triton_stem.py \
             tests/test_triton_launch.py tests/test_training.py
+        ;;
+    users)
+        measure 200 --device cuda --sweep users --card_gb 8,16 --precision float32,bf16,fp16 --rounds 1
+        ;;
+    converge)
+        for engine in plain official checkpoint shared; do
+            part "converge, $engine" 60 "$python" demos/cp_demo.py ${DATA:+--data "$DATA"} --engine $engine \
+                --n_epochs 3 --depth 100 --seed 0 --save "$results/converge/$engine" --overwrite True
+        done
+        ;;
+    devices)
+        measure 90 --device cuda --sweep devices --batch_size 4,256 --rounds 3
         ;;
     tf32)
         measure 150 "${small[@]}" --batch_size 64,256 --precision tf32 --methods $graphs

@@ -1,11 +1,10 @@
 """Draw the figures. Each is drawn from one CSV file of measurements and named after it, or from a directory of runs.
 
-    python benchmarks/plot.py                                                    all files of measurements
+    python benchmarks/plot.py                                                    all that are in benchmarks/figures
     python benchmarks/plot.py cpu_torch2.14.1_depth_sweep.csv --methods plain,shared
-    python benchmarks/plot.py convergence                                        the errors of runs, and their table
+    python benchmarks/plot.py convergence                                        the errors of runs
 
-A depth sweep shows memory against depth, a batch sweep memory against batch size, a crossover time against plain's, any
-other file time against memory.
+A depth sweep shows memory against depth, a batch sweep memory against batch size, a crossover time against plain's.
 Text is gray, colors are of medium brightness, and the background is transparent, so that light and dark pages suit.
 """
 
@@ -60,32 +59,26 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
     """Draw the figures of CSV files in benchmarks/results as SVG files in benchmarks/figures.
 
     Args:
-        files: their names in benchmarks/results, or paths. Default: all files of measurements there. Of a directory of
-            runs, <engine>_seed<number>.csv, the table is printed too.
+        files: their names in benchmarks/results, or paths, also of a directory of runs, <engine>_seed<number>.csv.
+            Default: those whose figures are there.
         methods: names of methods. Default: all.
         folder: where to write the figures. Default: benchmarks/figures.
     """
-    paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
-    for path in paths or sorted(filter(_is_drawn, results.RESULTS.glob("*.csv"))):
+    names = files or [path.stem for path in sorted(FIGURES.glob("*.svg"))]
+    for path in [Path(name) if "/" in name else results.RESULTS / name for name in names]:
+        path = path if path.is_dir() else path.with_suffix(".csv")
         save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
-
-
-def _is_drawn(path: Path) -> bool:
-    is_measured = bool(results.read(path)) and "devices_sweep" not in path.stem
-    return is_measured or bool(results.read_others(path, "point"))
 
 
 def save(path: Path, folder: Path, methods: list[str] | None = None) -> None:
     """Draw the figure of a file or a directory. Its metadata contains the fingerprint of each file."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{path.stem}.svg"
-    source = "; ".join(map(fingerprint, sorted(path.glob("*.csv")) if path.is_dir() else [path]))
+    source = "; ".join(map(fingerprint, sorted(path.glob("*_seed*.csv")) if path.is_dir() else [path]))
     with need("matplotlib", extra="bench").rc_context(STYLE):
         figure = _plot_runs(read_runs(path)) if path.is_dir() else draw(path, methods)
         figure.savefig(target, transparent=True, metadata={"Date": None, "Source": source})
     print(f"wrote {target}")
-    if path.is_dir():
-        print(table_of_runs(read_runs(path)))
 
 
 def fingerprint(path: Path) -> str:
@@ -102,9 +95,7 @@ def draw(path: Path, methods: list[str] | None = None) -> Any:
         raise ValueError(f"nothing to draw in {path}: measure with python benchmarks/run.py, or give other methods")
     if path.stem.endswith("_depth_sweep"):
         return _plot_sweep(rows, depth, "depth (layers)")
-    if path.stem.endswith("_batch_sweep"):
-        return _plot_sweep(rows, lambda row: int(row["batch_size"]), "batch size (images)")
-    return _plot_times(rows)
+    return _plot_sweep(rows, lambda row: int(row["batch_size"]), "batch size (images)")
 
 
 def depth(row: results.Row) -> int:
@@ -130,27 +121,6 @@ def _plot_sweep(rows: list[results.Row], position: Callable[[results.Row], int],
     axes.set_title(_title(rows), fontsize=10, loc="left")
     axes.grid(alpha=0.2, color=GRAY)
     _label(axes, ends)
-    return figure
-
-
-def _plot_times(rows: list[results.Row]) -> Any:
-    """Plot time against memory: one panel for each precision, layout and allocator, one point for each method."""
-    panels: dict[tuple[str, ...], list[results.Row]] = {}
-    for row in rows:
-        if row["step_s_median"]:
-            panels.setdefault(_properties(row), []).append(row)
-    if not panels:
-        raise ValueError("the measurements contain no times: measure them with python benchmarks/run.py --rounds 9")
-    figure = _figure(1.2 + 4.6 * len(panels))
-    grid = figure.subplots(1, len(panels), squeeze=False, sharex=True)
-    for axes, (properties, panel) in zip(grid[0], panels.items(), strict=True):
-        for row in panel:
-            spread = [[abs(_seconds(row) - float(row[f"step_s_{q}"]))] for q in ("q1", "q3")]
-            axes.errorbar(_mib(row), _seconds(row), yerr=spread, marker="o", color=COLORS[row["method"]])
-        axes.set(xlabel="tensor peak of a step, MiB", ylabel="time of a step, s")
-        axes.set_title(_title(panel) + f"\n{', '.join(properties)}", fontsize=10, loc="left")
-        axes.grid(alpha=0.2, color=GRAY)
-        _label(axes, {row["method"]: (_mib(row), _seconds(row)) for row in panel})
     return figure
 
 
@@ -253,10 +223,6 @@ def _properties(row: results.Row) -> tuple[str, ...]:
 
 def _mib(row: results.Row) -> float:
     return float(row["tensor_peak_mib"])
-
-
-def _seconds(row: results.Row) -> float:
-    return float(row["step_s_median"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,13 @@ from methods import Setting
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+MEASURED = (
+    "efficient_densenet",
+    *(f"benchmarks/{name}.py" for name in ("comparison", "crossover", "gpu_host", "methods", "worker")),
+)
+"""What was measured, and how: rows are as old as the last change of these files."""
 Row = dict[str, str]
+INTERRUPTED = "not measured"
 
 KEY = (
     "model",
@@ -28,6 +34,7 @@ KEY = (
     "device_name",
     "threads",
     "devices",
+    "card_gb",
 )
 """The columns that identify a configuration. A new row replaces the old one with the same values in them."""
 COLUMNS = (
@@ -36,12 +43,13 @@ COLUMNS = (
     "step_peak_mib",
     *("step_s_median", "step_s_q1", "step_s_q3", "host_s_median"),
     *("time_over_plain_median", "time_over_plain_q1", "time_over_plain_q3"),
-    *("rounds", "first_step_s", "note", "device", "device_name", "threads", "devices", "torch", "date", "commit"),
+    *("rounds", "first_step_s", "note", "device", "device_name", "threads", "devices", "card_gb"),
+    *("torch", "date", "commit"),
 )
-NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median", "devices"}
+NEWER_COLUMNS = {"kernels", "step_peak_mib", "host_s_median", "devices", "card_gb"}
 """Columns that older files lack: the kernels that the shared engine runs (Triton, Numba, portable), the peak of a step
-that makes its gradients anew, which count, the host's part of a step on a GPU, and the number of devices where it is
-not one."""
+that makes its gradients anew, which count, the host's part of a step on a GPU, the number of devices where it is not
+one, and the size of a card where PyTorch was given no more than that of a larger one."""
 
 
 def make(setting: Setting, measurements: dict[str, Measurement]) -> list[Row]:
@@ -75,6 +83,7 @@ def _row(setting: Setting, method: str, measurement: Measurement, plain: Measure
         "device_name": measurement.device_name or plain.device_name,
         "threads": setting.threads,
         "devices": setting.devices if setting.devices > 1 else "",
+        "card_gb": setting.card_gb or "",
         **provenance(),
     }
     return {name: str(values[name]) for name in COLUMNS}
@@ -105,10 +114,10 @@ def provenance() -> Row:
 
 
 def commit() -> str:
-    """Return the commit of the measured code, with a plus sign if there are uncommitted changes."""
+    """Return the last commit that changed what is measured, with a plus sign if there are uncommitted changes."""
     try:
-        head = git("rev-parse", "--short", "HEAD")
-        return head + ("+" if git("status", "--porcelain", "--", "efficient_densenet", "benchmarks/*.py") else "")
+        head = git("log", "-1", "--format=%h", "--abbrev=7", "--", *MEASURED)
+        return head + ("+" if git("status", "--porcelain", "--", *MEASURED) else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -120,8 +129,8 @@ def git(*arguments: str) -> str:
 def stem(setting: Setting, device_name: str, sweep: str = "") -> str:
     """Return a file's name: <device>_torch<version>_<model>_<batch size>, with another end for a sweep."""
     device = "cpu" if setting.device == "cpu" else re.sub(r"\W+", "_", device_name).lower()
-    of_sweep = {"": f"{setting.model}_{setting.batch_size}", "depth": "depth_sweep"}
-    subject = of_sweep.get(sweep, f"{setting.model}_{sweep}_sweep")
+    of_one = f"{setting.model}_{setting.batch_size}" if not sweep else f"{setting.model}_{sweep}_sweep"
+    subject = f"{sweep}_sweep" if sweep in ("activations", "depth", "users") else of_one
     version = torch.__version__.split("+")[0]
     return f"{device}_torch{version}_{'inference_' if setting.inference else ''}{subject}"
 
@@ -156,10 +165,28 @@ def write(path: Path, measured: list[dict[str, Any]]) -> None:
     print(f"wrote {path}")
 
 
-def merge(path: Path, rows: list[Row]) -> None:
-    """Write `rows` to the file. They replace rows of the same configuration; other rows stay."""
+def of_this_commit(rows: list[Row]) -> list[Row]:
+    """The rows that need not be measured again."""
+    now = commit()
+    return [row for row in rows if row["commit"] == now and "+" not in now and INTERRUPTED not in row.get("note", "")]
+
+
+def has(path: Path, setting: Setting, methods: list[str], rounds: int) -> bool:
+    """Whether the file has a row of this commit for each method, of that many rounds or with the reason why not."""
+    names = "model", "batch_size", "image_size", "precision", "layout", "threads"
+    key = [str(getattr(setting, name)) for name in names]
+    count = str(setting.devices) if setting.devices > 1 else ""
+    rows = [row for row in of_this_commit(read(path)) if [row[name] for name in names] == key]
+    done = [row for row in rows if row["devices"] == count and (row["note"] or int(row["rounds"]) >= rounds)]
+    return set(methods) <= {row["method"] for row in done}
+
+
+def merge(path: Path, rows: list[Row], missing: bool = False) -> None:
+    """Write `rows` to the file. They replace rows of the same configuration; other rows stay, or with `missing` those
+    of this commit alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    merged = {tuple(row[name] for name in KEY): row for row in read(path)}
+    before = of_this_commit(read(path)) if missing else read(path)
+    merged = {tuple(row[name] for name in KEY): row for row in before}
     merged |= {tuple(row[name] for name in KEY): row for row in rows}
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")

@@ -7,6 +7,8 @@
     python benchmarks/run.py --batch_size 2 --image_size 8 --threads 1 the host's time: hardly anything is computed
     python benchmarks/run.py --sweep depth                             memory only, for the figures
     python benchmarks/run.py --sweep devices                           batches 4, 256, 512 on one device and on two
+    python benchmarks/run.py --sweep users                             X-rays, volumes, a label for every pixel
+    python benchmarks/run.py --sweep users --card_gb 8,16              the same on a GPU that has no more memory
     python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
     python benchmarks/run.py --what profile                            what takes the time
 
@@ -18,22 +20,39 @@ step. A ratio of times compares two steps of the same round, so that all methods
 becomes faster or slower.
 """
 
+import gc
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import rows as results
 import torch
-from comparison import Comparison, Measurement, ask, find_allocator
+import worker
+from comparison import OUT_OF_MEMORY, Comparison, Measurement, ask, find_allocator
 from methods import ORDINARY, Setting, as_list, choose, expand
 from options import run_command
 
-SWEEPS = {
-    "depth": {
-        "model": [f"densenet_bc_{depth}_12" for depth in (40, 70, 100, 130, 160, 190, 220, 250)],
-        "batch_size": 8,
+USERS = (
+    ("densenet121", "1x512x512", (4, 32)),
+    ("densenet121", "1x96x96x96", (2, 16)),
+    ("fc_densenet103", "3x352x480", (1, 3)),
+    ("fc_densenet56", "1x64x64x64", (1, 3)),
+)
+"""Models and images of their users, and batches for a processor and a card."""
+SWEEPS: dict[str, dict[str, Any]] = {
+    "depth": {"model": [f"densenet_bc_{depth}_12" for depth in (40, 100, 160, 250)], "batch_size": 8},
+    "batch": {"batch_size": [8, 64, 128, 256]},
+    "activations": {
+        "model": [
+            "densenet_bc_100_12",
+            *(f"densenet_bc_100_12+{name}" for name in ("leaky_relu", "elu", "silu", "gelu", "mish")),
+        ],
+        "batch_size": 16,
+        "methods": ("plain", "shared"),
+        "rounds": 5,
     },
-    "batch": {"batch_size": [8, 16, 32, 64, 128, 256]},
+    "users": {"methods": ("plain", "shared"), "rounds": 5},
     "devices": {
         "batch_size": [4, 256, 512],
         "devices": [1, 2],
@@ -53,7 +72,7 @@ ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
 def run(
     model: str | list[str] | None = None,
     batch_size: int | list[int] | None = None,
-    image_size: int = 0,
+    image_size: int | str = 0,
     precision: str | list[str] = "float32",
     layout: str | list[str] = "contiguous",
     methods: str | list[str] | None = None,
@@ -62,11 +81,13 @@ def run(
     threads: int = 0,
     devices: int | list[int] | None = None,
     allocator: str = "",
+    card_gb: int | list[int] = 0,
     sweep: str = "",
     inference: bool = False,
     what: str = "time",
     compiler_cache: str = "",
     patience: float = 300,
+    missing: bool = False,
     folder: str = "",
 ) -> None:
     """Measure all methods in all combinations of the options, and write a CSV file for each model and batch size.
@@ -74,7 +95,8 @@ def run(
     Args:
         model: a zoo model, or densenet_bc_<depth>_<growth rate>. Several values of an option are joined by commas.
         batch_size: number of images in a batch.
-        image_size: height and width of the images. Default: 32 for models for CIFAR, 224 for ImageNet.
+        image_size: height and width of the images, or channels and sizes such as 1x96x96x96. Default: 32 for models for
+            CIFAR, 224 for ImageNet.
         precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
         methods: names of methods. Default: all but those in channels_last. Plain is always measured, because the
@@ -85,13 +107,17 @@ def run(
         devices: number of GPUs, by nn.DataParallel, or of replicas in threads that share the CPU's. Memory is that of
             one device; plain runs on as many. Default: 1.
         allocator: allocator of CPU memory to preload in the workers: tcmalloc, jemalloc or the path of a library.
-        sweep: depth or batch, for the figures, or devices. It sets the defaults of what it is about, and of methods.
+        card_gb: how much of a GPU's memory PyTorch may reserve, in GB. All is then measured in this process, and the
+            process peak is all that was reserved. Default: all there is.
+        sweep: depth or batch, for the figures, devices, activations or users. It sets the defaults of what it is about,
+            and of methods.
         inference: measure a forward in eval mode without gradients instead of a training step.
         what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
             inference, is more than twice plain's; profile, which writes a text file for each method; or plan, which
             only prints what would be measured.
         compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
+        missing: measure what this commit has not measured yet, and leave rows of other commits out of the files.
         folder: where to write the files. Default: benchmarks/results.
     """
     if sweep and sweep not in SWEEPS:
@@ -101,53 +127,74 @@ def run(
     of_any = {"methods": SWEEP_METHODS, "rounds": 0} if sweep else {"methods": ORDINARY, "rounds": 9}
     defaults = {"model": "densenet_bc_100_12", "batch_size": 64, "devices": 1, **of_any, **SWEEPS.get(sweep, {})}
     device = device if what == "plan" else _device(device)
-    settings = expand(
-        defaults["model"] if model is None else model,
-        defaults["batch_size"] if batch_size is None else batch_size,
-        *(image_size, precision, layout, device, threads, inference),
-        defaults["devices"] if devices is None else devices,
-    )
+    if sweep == "users":
+        named, on_gpu = as_list(model or ""), device.startswith("cuda")
+        cases = [
+            (name, batch_size or batches[on_gpu], image_size or size)
+            for name, size, batches in USERS
+            if not named or name in named
+        ]
+    else:
+        cases = [(model or defaults["model"], batch_size or defaults["batch_size"], image_size)]
+    shared = precision, layout, device, threads, inference, devices or defaults["devices"], card_gb
+    settings = [setting for case in cases for setting in expand(*case, *shared)]
     names = as_list(methods) if methods else list(defaults["methods"])
     rounds = defaults["rounds"] if rounds is None else rounds
     preload, target, too_large = find_allocator(allocator), Path(folder or results.RESULTS), []
     for setting in settings:
         print(f"{setting.model}, batch {setting.batch_size}, {setting.precision}, {setting.layout}, ", end="")
-        print(f"{setting.devices} × {setting.device}")
+        print(f"{setting.devices} × {setting.device}{f' of {setting.card_gb} GB' if setting.card_gb else ''}")
         if setting.device == "cuda" and setting.devices > torch.cuda.device_count() and what != "plan":
             print(f"  n/a: {setting.devices} GPUs are needed, found {torch.cuda.device_count()}")
             continue
         chosen = choose(names, setting)
+        path = target / f"{results.stem(setting, setting.device, sweep)}.csv"
         if what == "plan":
-            print(f"  {', '.join(chosen)}")
+            print(f"  {path.name}: {', '.join(chosen)}")
+        elif what == "time" and missing and results.has(path, setting, chosen, rounds):
+            print("  measured at this commit")
         elif what == "check":
             too_large += _check(setting, chosen, patience)
         elif what == "profile":
             _profile(setting, [method for method in chosen if method in names], preload, patience, target)
         else:
-            _measure(setting, Comparison(chosen, rounds), preload, patience, compiler_cache, sweep, target)
+            comparison = Comparison(chosen, rounds)
+            try:
+                if setting.card_gb:
+                    _measure_within_card(setting, comparison)
+                else:
+                    comparison.run(setting, preload, patience, compiler_cache)
+            finally:  # if a time limit ends the run, what has been measured is written too
+                plain = comparison.measurements["plain"]
+                if preload and plain.allocator == "system":
+                    raise ValueError(f"{preload} was preloaded, but the workers do not use it: is it an allocator?")
+                path = target / f"{results.stem(setting, plain.device_name, sweep)}.csv"
+                _write(setting, comparison.measurements, path, missing)
     if sweep == "devices" and device == "cpu":
         print("one GPU and two GPUs: n/a, they were not asked for or are not there")
     if too_large:
         raise ValueError(f"results differ by more than rounding: {', '.join(too_large)}")
 
 
-def _measure(
-    setting: Setting,
-    comparison: Comparison,
-    preload: str,
-    timeout: float,
-    compiler_cache: str,
-    sweep: str,
-    folder: Path,
-) -> None:
-    try:
-        comparison.run(setting, preload, timeout, compiler_cache)
-    finally:  # if a time limit ends the run, what has been measured is written too
-        measurements = comparison.measurements
-        plain = measurements["plain"]
-        if preload and plain.allocator == "system":
-            raise ValueError(f"{preload} was preloaded, but the workers do not use it: is it an allocator's library?")
-        _write(setting, measurements, folder / f"{results.stem(setting, plain.device_name, sweep)}.csv")
+def _measure_within_card(setting: Setting, comparison: Comparison) -> None:
+    """Measure on a GPU as if it had less memory, in this process: to start one for each method would take longer."""
+    card = setting.card_gb * 1e9 / torch.cuda.get_device_properties(setting.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, card))
+    for method, measurement in comparison.measurements.items():
+        measurement.device_name = worker.device_name(torch.device(setting.device))
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        try:
+            task = worker.Task(method, setting)
+            vars(measurement).update(task.prepare())
+            measurement.times += [task.time_step()["seconds"] for _ in range(comparison.rounds)]
+            measurement.process_peak = torch.cuda.max_memory_reserved()
+        except Exception as exc:
+            if not worker.is_out_of_memory(exc):
+                raise
+            measurement.note = OUT_OF_MEMORY
+        task = None  # its tensors are freed before the next
 
 
 def _check(setting: Setting, methods: list[str], timeout: float) -> list[str]:
@@ -178,14 +225,14 @@ def _profile(setting: Setting, methods: list[str], preload: str, timeout: float,
         print(f"{text}wrote {path}", flush=True)
 
 
-def _write(setting: Setting, measurements: dict[str, Measurement], path: Path) -> None:
+def _write(setting: Setting, measurements: dict[str, Measurement], path: Path, missing: bool) -> None:
     for measurement in measurements.values():
         if measurement.tensor_peak is None and not measurement.note:
-            measurement.note = "not measured: the run was ended before"
+            measurement.note = f"{results.INTERRUPTED}: the run was ended before"
     rows = results.make(setting, measurements)
     for row in rows:
         print(f"  {_summary(row)}", flush=True)
-    results.merge(path, rows)
+    results.merge(path, rows, missing)
     print(f"  wrote {path}", flush=True)
 
 

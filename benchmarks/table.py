@@ -1,17 +1,20 @@
 """Print a table of measurements from the CSV files, and write the tables of a document anew from the files.
 
     python benchmarks/table.py cpu_torch2.14.1_densenet_bc_100_12_64.csv --allocator system
+    python benchmarks/table.py cpu_torch2.14.1_crossover.csv --columns time,memory --by kernels
     python benchmarks/table.py --check README.md
     python benchmarks/table.py --write README.md,docs/benchmarks.md,docs/cifar.md
 
 In a document, a comment above each table contains its command. --check lists the commands whose tables differ. The
-caption says where the rows were measured, at which commit, and whether the engine has changed much since. Threads,
+caption says where the rows were measured, at which commit, and whether the engine has changed much since; --write
+refuses rows of code that is in no commit. Threads,
 allocator and precision stand there too where all rows have the same: a phone has no room for a column of them.
 """
 
 import functools
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,11 +25,13 @@ import rows as results
 from comparison import OUT_OF_MEMORY
 from methods import METHODS, as_list
 from options import parse_arguments, run_command
+from plot import read_runs, table_of_runs
 
 HEADER = ["model, batch", "method", "devices", "memory", "time"], ["---", "---", "---", "---:", "---:"]
 ENGINE = "efficient_densenet/engine", "efficient_densenet/kernels"
 LINES = 300
 AGE = f" (`engine/` and `kernels/` changed by more than {LINES} lines since)"
+UNCOMMITTED = " with uncommitted changes"
 COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*(?:\nMeasured .*\n?)*)")
 
 
@@ -36,22 +41,29 @@ def table(
     precision: str | list[str] | None = None,
     layout: str | list[str] = "contiguous",
     allocator: str | list[str] | None = None,
+    columns: str | list[str] = "",
+    by: str = "",
     check: str = "",
     write: str | list[str] = "",
 ) -> None:
     """Print rows of CSV files in benchmarks/results as a Markdown table: all rows, or those that the options select.
 
     Args:
-        files: their names in benchmarks/results, or paths.
+        files: their names in benchmarks/results, or paths. Of a directory of runs, the errors by engine.
         methods: names of methods, in the order of the rows. Default: all.
         precision: float32, tf32, bf16 or fp16. Default: all.
         layout: contiguous or channels_last.
         allocator: system, tcmalloc or jemalloc. Default: all.
+        columns: columns of the file that are shown, in the place of memory and time.
+        by: a column: of rows with the same value there, the least, the median and the most of `columns`.
         check: a document whose tables are compared with the output of their commands.
         write: documents whose tables are replaced by the output of their commands.
     """
-    for document in map(Path, as_list(write)):
-        document.write_text(refreshed(document.read_text()))
+    pages = {document: refreshed(Path(document).read_text()) for document in as_list(write)}
+    if refused := [name for name, text in pages.items() if re.search(rf"commit (\w+{UNCOMMITTED}|unknown)", text)]:
+        raise ValueError(f"{', '.join(refused)}: rows were measured{UNCOMMITTED}: measure them at a clean tree")
+    for document, text in pages.items():
+        Path(document).write_text(text)
     if write:
         return
     if check:
@@ -59,20 +71,33 @@ def table(
         if commands:
             sys.exit("\n".join(f"{check} differs from: python benchmarks/table.py {command}" for command in commands))
         return
-    print(render(files, methods, precision, layout, allocator))
+    print(render(files, methods, precision, layout, allocator, columns, by))
 
 
 def render(
-    files: Iterable[str], methods: Any = None, precision: Any = None, layout: Any = "contiguous", allocator: Any = None
+    files: Iterable[str],
+    methods: Any = None,
+    precision: Any = None,
+    layout: Any = "contiguous",
+    allocator: Any = None,
+    columns: Any = "",
+    by: str = "",
 ) -> str:
     """Return the table of the selected rows. A compiled or a graph's row stands beside that of plain, or not at all."""
     selected = {"method": methods, "precision": precision, "layout": layout, "allocator": allocator}
     selected = {name: as_list(values) for name, values in selected.items() if values}
-    rows = [row for file in files for row in _read(file) if all(row[name] in selected[name] for name in selected)]
+    paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
+    if any(path.is_dir() for path in paths):
+        (path,) = paths
+        return f"{table_of_runs(read_runs(path))}\n\n{provenance(results.read_others(path / 'measured.csv', 'commit'))}"
+    rows = [row for path in paths for row in _read(path)]
+    rows = [row for row in rows if all(row.get(name) in (None, *selected[name]) for name in selected)]
     if not rows:
         raise ValueError(
             f"no row with {selected} in {', '.join(files) or 'no file'}: give files and values that are in them"
         )
+    if columns:
+        return f"{_of_columns(rows, as_list(columns), by)}\n\n{provenance(rows)}"
     shown = {(*_group(row), row["method"]) for row in rows}
     rows = [row for row in rows if (*_group(row), re.sub("^(compile|graph)_.*", r"\1_plain", row["method"])) in shown]
     groups = list(dict.fromkeys(map(_group, rows)))
@@ -83,7 +108,21 @@ def render(
     return "\n".join([*lines, "", provenance(rows, alike)])
 
 
-def provenance(rows: Iterable[results.Row], alike: bool) -> str:
+def _of_columns(rows: list[results.Row], columns: list[str], by: str) -> str:
+    header, cells = columns, [[row[name] for name in columns] for row in rows]
+    if by:
+        groups = {row[by]: [each for each in rows if each[by] == row[by]] for row in rows}
+        header = [by, "rows", *(f"{name}: {which}" for name in columns for which in ("least", "median", "most"))]
+        cells = []
+        for value, group in groups.items():
+            numbers = [[float(row[name]) for row in group] for name in columns]
+            summary = [f"{which(each):.2f}" for each in numbers for which in (min, statistics.median, max)]
+            cells.append([value, str(len(group)), *summary])
+    names = [name.replace("_", " ") for name in header]
+    return "\n".join(f"| {' | '.join(each)} |" for each in (names, ["---"] * len(names), *cells))
+
+
+def provenance(rows: Iterable[results.Row], alike: bool = False) -> str:
     """A caption with the device, PyTorch, date and commit of the rows, and their age; where all ran on devices that are
     set up alike, with that too."""
 
@@ -93,7 +132,7 @@ def provenance(rows: Iterable[results.Row], alike: bool) -> str:
 
     runs = dict.fromkeys(
         f"on {place(row)} with PyTorch {row['torch'].partition('+')[0]}, {row['date']}, commit "
-        + row["commit"].replace("+", " with uncommitted changes")
+        + row["commit"].replace("+", UNCOMMITTED)
         + (AGE if (lines_changed_since(row["commit"].rstrip("+")) or 0) > LINES else "")
         for row in rows
         if row["device_name"]
@@ -132,16 +171,15 @@ def refreshed(text: str) -> str:
 
 def _output(command: str) -> str:
     files, options = parse_arguments(table, shlex.split(command))
-    return render(files, **{name: options[name] for name in ("methods", "precision", "layout", "allocator")})
+    return render(files, **{name: value for name, value in options.items() if name not in ("check", "write")})
 
 
 def _group(row: results.Row) -> tuple[str, ...]:
-    return row["model"], devices(row), row["batch_size"]
+    return row["model"], devices(row), row["batch_size"], row["image_size"]
 
 
-def _read(file: str) -> list[results.Row]:
-    path = Path(file) if "/" in file else results.RESULTS / file
-    rows = results.read(path)
+def _read(path: Path) -> list[results.Row]:
+    rows = results.read(path) or results.read_others(path, "commit")
     if not rows:
         raise ValueError(f"no measurements in {path}: make some with python benchmarks/run.py")
     return rows
@@ -150,8 +188,9 @@ def _read(file: str) -> list[results.Row]:
 def _cells(row: results.Row) -> list[str]:
     peak = row["tensor_peak_mib"] and f"{round(float(row['tensor_peak_mib'])):,} MiB"
     seconds = row["step_s_median"] and _seconds(float(row["step_s_median"]))
+    shape = "×" + row["image_size"].replace("x", "×") if "x" in row["image_size"] else ""
     return [
-        f"{row['model']}, {row['batch_size']}",
+        f"{row['model']}, {row['batch_size']}{shape}",
         f"`{row['method']}`",
         devices(row),
         _failure(row["note"]) or _with_ratio(peak, row["tensor_peak_over_plain"]),
@@ -176,7 +215,7 @@ def devices(row: results.Row) -> str:
     parts += [
         row[name] for name, default in (("precision", "float32"), ("layout", "contiguous")) if row[name] != default
     ]
-    return ", ".join(parts)
+    return ", ".join([*parts, *([f"at most {row['card_gb']} GB"] if row["card_gb"] else [])])
 
 
 def _seconds(value: float) -> str:

@@ -53,10 +53,14 @@ class Task:
         torch.backends.cudnn.benchmark_limit = ALGORITHMS_TRIED
         memory_format: Any = LAYOUTS[METHODS[method].layout or setting.layout]
         torch.manual_seed(0)
-        shape = (setting.batch_size, 3, setting.image_size, setting.image_size)
+        channels, *sizes = setting.image_shape
+        shape = (setting.batch_size, channels, *sizes)
         self.images = torch.randn(shape).to(self.device, dtype).contiguous(memory_format=memory_format)
         self.labels = torch.arange(setting.batch_size, device=self.device) % 10
-        self.model: Any = METHODS[method].build(architecture(setting.model))
+        if setting.model.startswith("fc_"):  # a label for every pixel
+            self.labels = self.labels.view(-1, *[1] * len(sizes)).expand(-1, *sizes).contiguous()
+        inputs = {"in_channels": channels, "dims": len(sizes)}
+        self.model: Any = METHODS[method].build(architecture(setting.model) | inputs)
         self.model.to(self.device, dtype, memory_format=memory_format).train(not setting.inference)
         self.last_seconds, self.output = 0.0, self.images
         self.as_cuda_graph = METHODS[method].as_cuda_graph

@@ -5,9 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import again
 import communication
+import comparison
 import crossover
 import gpu_counts
 import plot
@@ -17,6 +21,7 @@ import run as benchmark
 import table
 import torch
 import worker
+from comparison import Measurement
 from methods import LAYOUTS, Setting, architecture
 
 from efficient_densenet import DenseNet
@@ -32,6 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.fixture(autouse=True)
 def _workers_import_the_package_and_settings_are_restored(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "demos"))))
+    monkeypatch.setattr(results, "commit", lambda: "1234567")
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     flags = cudnn.benchmark, cudnn.benchmark_limit, cudnn.allow_tf32
     yield
@@ -40,7 +46,7 @@ def _workers_import_the_package_and_settings_are_restored(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
+def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, folder=str(tmp_path))
     (path,) = tmp_path.iterdir()
@@ -58,6 +64,8 @@ def test_a_run_measures_and_its_file_is_shown_and_drawn(tmp_path):
     assert table.outdated(page) == []
     assert table.outdated(page.replace("`shared`", "`plain`")) == [str(path)]
     assert table.refreshed(page.replace("`shared`", "`plain`")) == page == table.refreshed(page.replace(shown, ""))
+    benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, missing=True, folder=str(tmp_path))
+    assert capsys.readouterr().out.endswith("  measured at this commit\n")
     plot.save(path, tmp_path)
     assert plot.fingerprint(path) in path.with_suffix(".svg").read_text()
 
@@ -71,6 +79,63 @@ def test_the_crossover_is_measured(tmp_path):
     results.write(path, [row | {"time": "1.01"} for row in rows])
     with pytest.raises(ValueError, match=r"slower than plain: densenet_bc_10_4 2 x 4\^2 \w+ 1.01"):
         crossover.crossover(point, missing=True, file=str(path))
+
+
+def test_what_a_commit_has_measured_is_not_measured_again(tmp_path, monkeypatch):
+    path, methods = tmp_path / "cpu.csv", ["plain", "shared"]
+    measured = {method: Measurement(tensor_peak=8, times=[0.1, 0.2], ratios=[1.0, 1.0]) for method in methods}
+    results.merge(path, results.make(TINY, measured), missing=True)
+    assert results.has(path, TINY, methods, rounds=2)
+    assert not results.has(path, TINY, methods, rounds=3)
+    assert not results.has(path, TINY, [*methods, "official"], rounds=2)
+    assert not results.has(path, replace(TINY, devices=2), methods, rounds=2)
+    monkeypatch.setattr(results, "commit", lambda: "7654321")
+    assert not results.has(path, TINY, methods, rounds=2)
+    measured["shared"].note = f"{results.INTERRUPTED}: the run was ended before"
+    results.merge(path, results.make(replace(TINY, batch_size=3), measured), missing=True)
+    assert [row["commit"] for row in results.read(path)] == ["7654321"] * 2  # no row of another commit stays
+    assert not results.has(path, replace(TINY, batch_size=3), methods, rounds=2)
+
+
+def test_tables_of_uncommitted_code_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "commit", lambda: "1234567+")
+    path, page = tmp_path / "cpu.csv", tmp_path / "page.md"
+    measured = {"plain": Measurement(tensor_peak=8, device_name="CPU")}
+    results.merge(path, results.make(TINY, measured))
+    assert not results.has(path, TINY, ["plain"], rounds=0)
+    page.write_text(text := f"<!-- python benchmarks/table.py {path} -->\n")
+    with pytest.raises(ValueError, match="rows were measured with uncommitted changes: measure them at a clean tree"):
+        table.table(write=str(page))
+    assert page.read_text() == text
+    with pytest.raises(ValueError, match="found uncommitted changes of what is measured"):
+        again.again()
+
+
+def test_the_memory_of_a_card_is_a_limit(tmp_path, monkeypatch):
+    """Plain takes more than the card has; what is reserved is what PyTorch says, parameters included."""
+    fractions = []
+    replaced = {
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=160e9),
+        "max_memory_reserved": lambda: 2**23,
+    }
+    replaced |= {"set_per_process_memory_fraction": fractions.append, "reset_peak_memory_stats": lambda: None}
+    for name, function in replaced.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    prepare = worker.Task.prepare
+
+    def run_out(task):
+        if all(getattr(module, "engine", None) != "shared" for module in task.model.modules()):
+            raise torch.OutOfMemoryError
+        return prepare(task)
+
+    monkeypatch.setattr(worker.Task, "prepare", run_out)
+    benchmark.run(**TINY_OPTIONS, methods="shared", rounds=1, card_gb=8, folder=str(tmp_path))
+    (path,) = tmp_path.iterdir()
+    plain, shared = results.read(path)
+    assert fractions == [0.05]
+    assert (plain["note"], plain["step_s_median"]) == (comparison.OUT_OF_MEMORY, "")
+    assert (shared["note"], shared["process_peak_mib"], shared["card_gb"]) == ("", "8.0", "8")
+    assert "at most 8 GB" in table.render([str(path)])
 
 
 def test_checks_and_profiles(monkeypatch, tmp_path):
@@ -165,9 +230,11 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     """Every command is imported and parsed, and a wrong one is an error."""
     done = _on_gpu_sh("--dry-run", OUT=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": done in ") == done.stdout.count("\n== ") + 1 > 9
-    assert "densenet121, batch 64, fp16, channels_last, 1 × cuda\n  plain, shared, shared_portable, " in done.stdout
-    done = _on_gpu_sh("--dry-run", "check", "profile", "ncu", "tiles", "train", OUT=str(tmp_path), EPOCHS="0")
+    assert done.stdout.count(": done in ") == done.stdout.count("\n== ") + 1 > 11
+    assert "densenet121, batch 64, bf16, channels_last, 1 × cuda\n  cuda_torch" in done.stdout
+    done = _on_gpu_sh(
+        "--dry-run", "fp16", "compiled", "check", "profile", "ncu", "tiles", "train", OUT=str(tmp_path), EPOCHS="0"
+    )
     assert done.returncode == 1
     assert done.stderr == "did not succeed: train\n"
     assert "error: n_epochs is 0" in (tmp_path / "summary.txt").read_text()
@@ -176,5 +243,5 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
 def test_every_committed_figure_is_drawn_from_its_committed_files():
     for figure in plot.FIGURES.glob("*.svg"):
         runs = results.RESULTS / figure.stem
-        files = list(runs.glob("*.csv")) or [runs.parent / f"{figure.stem}.csv"]
+        files = list(runs.glob("*_seed*.csv")) or [runs.parent / f"{figure.stem}.csv"]
         assert all(plot.fingerprint(path) in figure.read_text() for path in files)

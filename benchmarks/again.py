@@ -1,0 +1,68 @@
+"""Measure again what the pages show of this processor, and make their tables and figures from it.
+
+    python benchmarks/again.py                  about 35 minutes on two quiet cores
+    python benchmarks/again.py --only crossover
+
+The tree must be clean, since the captions name its commit. What that commit has measured already is left out: so an
+interrupted run goes on where it was, and a second run changes no file.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+
+import rows as results
+from options import run_command
+
+FEW = "plain,shared,shared_keep,shared_portable,checkpoint,official,torchvision_efficient,torchvision_converted"
+MEASUREMENTS = [
+    f"run.py --threads 2 --allocator tcmalloc --missing {options}"
+    for options in (
+        "--model densenet_bc_100_12 --batch_size 64 --rounds 5",
+        f"--model densenet121 --batch_size 16 --rounds 5 --methods {FEW}",
+        "--sweep users",
+        "--sweep activations",
+        *(
+            f"--model {model} --layout contiguous,channels_last --precision bf16 --rounds 5 --methods plain,shared"
+            for model in ("densenet_bc_100_12 --batch_size 64", "densenet121 --batch_size 16")
+        ),
+        *(
+            f"--model {model} --inference --rounds 7 --methods plain,plain_channels_last,shared,shared_channels_last"
+            for model in ("densenet_bc_100_12 --batch_size 64", "densenet121 --batch_size 16")
+        ),
+        "--sweep devices --batch_size 4 --rounds 15",
+        "--sweep devices --batch_size 256 --rounds 2",
+        "--sweep depth",
+        "--sweep batch",
+    )
+]
+MEASUREMENTS += ["crossover.py --allocator tcmalloc --threads 1 --seconds 2 --missing", "gpu_host.py --missing"]
+PAGES = "README.md", "docs/benchmarks.md", "docs/cifar.md", "docs/other-libraries.md"
+MADE_OF_THEM = ["checkpointing.py", "plot.py", f"table.py --write {','.join(PAGES)}"]
+
+
+def again(only: str = "") -> None:
+    """Run the commands, say what each takes, and fail where one has failed.
+
+    Args:
+        only: a text, such as users: the commands in which it stands. Default: all.
+    """
+    commit, failed = results.commit(), []
+    if commit.endswith("+"):
+        raise ValueError("found uncommitted changes of what is measured: commit them, since captions name a commit")
+    for command in [each for each in MEASUREMENTS + MADE_OF_THEM if only in each]:
+        print(f"== {command}", flush=True)
+        start = time.monotonic()
+        program, *options = shlex.split(command)
+        path = str(results.ROOT / "benchmarks" / program)
+        if subprocess.run([sys.executable, path, *options], cwd=results.ROOT, check=False).returncode:
+            failed.append(command)
+        print(f"== {time.monotonic() - start:.0f} s", flush=True)
+    print(results.git("status", "--short") or f"nothing has changed since it was measured at {commit}")
+    if failed:
+        raise ValueError(f"failed: {'; '.join(failed)}")
+
+
+if __name__ == "__main__":
+    run_command(again)
