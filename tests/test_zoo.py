@@ -122,20 +122,26 @@ def test_backbones_and_files_of_weights(tmp_path):
 def test_a_type_checker_knows_arguments_and_results(tmp_path):
     """Of pyright, on a script that uses the package."""
     (tmp_path / "script.py").write_text(
-        """from efficient_densenet import densenet121, features
+        """import torch
+from efficient_densenet import DenseNet, densenet121, fc_densenet103, features
 densenet121(num_classs=14)
 densenet121(num_classes="3")
-reveal_type(features(densenet121(weights="DEFAULT", num_classes=14), (1, 2)).feature_info)
 densenet121().set_engine("sharedd")
+reveal_type(features(densenet121(weights="DEFAULT", num_classes=14), (1, 2)).feature_info)
+reveal_type(features(densenet121())(torch.ones(1)))
+reveal_type(DenseNet()(torch.ones(1)))
+reveal_type(densenet121()(torch.ones(1)))
+reveal_type(fc_densenet103()(torch.ones(1)))
 """
     )
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     found = re.findall(
-        r"script.py:(\d+):\d+ - (?:error: (No parameter|Argument)|.* is (\S+)$)", done.stdout, re.MULTILINE
+        r"script.py:\d+:\d+ - (?:error: (No parameter|Argument)|.* is \"(.+)\"$)", done.stdout, re.MULTILINE
     )
-    wrong = ("2", "No parameter", ""), ("3", "Argument", ""), ("5", "Argument", "")
-    assert found == [*wrong[:2], ("4", "", '"FeatureInfo"'), wrong[2]], done.stdout
+    wrong = ["No parameter", "Argument", "Argument"]
+    types = ["FeatureInfo", "tuple[Tensor, ...]", "Tensor", "Tensor", "Tensor"]
+    assert found == [*((error, "") for error in wrong), *(("", name) for name in types)], done.stdout
 
 
 def test_positional_arguments_and_defaults():

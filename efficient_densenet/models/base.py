@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
@@ -29,6 +29,7 @@ class DenseModel(nn.Module):
     in_channels: int
     dims: int
     weights_report: WeightsReport  # from `create_model` with weights
+    __call__: Callable[[Tensor], Tensor]  # for type checkers: nn.Module's returns Any
 
     arguments: Mapping[str, Any] = MappingProxyType({})
     """What the model was built with, of plain values."""

@@ -1,7 +1,7 @@
 """The DenseNet: a classifier on `features`, or a backbone. The engines decide how a dense block is run."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -148,10 +148,10 @@ class DenseNet(DenseModel):
     def _last_block(self) -> nn.Module:
         return [self.features, *(module for module in self.features if isinstance(module, DenseBlock))][-1]
 
-    def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "DenseNet":
+    def as_backbone(self, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "Backbone":
         """Another model with the same modules that returns these feature maps; see `features`."""
         self._refuse_backbone("as_backbone")
-        backbone = type(self).__new__(type(self))
+        backbone: Any = type(self).__new__(type(self))
         nn.Module.__init__(backbone)  # gives it its own hooks and dict of submodules
         own = vars(backbone)
         own |= {name: value for name, value in vars(self).items() if name not in own} | {"training": self.training}
@@ -199,7 +199,15 @@ class DenseNet(DenseModel):
                 nn.init.zeros_(module.bias)
 
 
-def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> DenseNet:
+if TYPE_CHECKING:
+
+    class Backbone(DenseNet):
+        """A `DenseNet` that returns feature maps."""
+
+        __call__: Callable[[Tensor], tuple[Tensor, ...]]
+
+
+def features(model: nn.Module, out_indices: int | Sequence[int] | None = None, *, maps: str = "timm") -> "Backbone":
     """`model` as a backbone of the same modules, which returns a tuple of the maps of `out_indices`.
 
     Args:
