@@ -22,6 +22,7 @@ from helpers import (
     nodes_of,
 )
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_densenet import FCDenseNet, create_model, fc_densenet56, fc_densenet103, list_models
@@ -29,7 +30,9 @@ from efficient_densenet._torch_private import SKIPS, why_not
 from efficient_densenet.engine.choose import Engine
 from efficient_densenet.engine.recording import programs
 from efficient_densenet.engine.recording.program import Program
+from efficient_densenet.engine.stage import max_pooled
 from efficient_densenet.memory import tensor_peak
+from efficient_densenet.models.fc_densenet import TransitionUp
 
 PAPER = {"fc_densenet56": 1.4, "fc_densenet67": 3.5, "fc_densenet103": 9.4}
 """Parameters in millions. Those of the paper are met for 67 and 103 if running statistics are counted too; then
@@ -274,6 +277,35 @@ def test_a_hook_on_all_modules_sees_the_features_and_the_classifier(engine):
     with torch.nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(module)):
         model(_images(8, 8))
     assert {model.features, model.classifier, model.features.transition3} <= set(called)
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_max_pooling_takes_the_values_that_torch_takes(dims):
+    """Of equal values, infinities and NaNs."""
+    choices = torch.tensor([-math.inf, -0.0, 0.0, 1.0, math.inf, math.nan])
+    for sides in (4, 5), (5, 2), (2, 7):
+        size = 3, 2, *(*sides, 3)[-dims:]
+        images = choices[torch.randint(len(choices), size)]
+        numbers = torch.arange(math.prod(size[2:])).view(size[2:]).expand(size)
+        expected, indices = getattr(nn.functional, f"max_pool{dims}d")(images, 2, return_indices=True)
+        maxima, codes = max_pooled._pooled(images, None)
+        assert torch.equal(maxima.nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(max_pooled.at_codes(numbers, codes), indices)
+
+
+@pytest.mark.skipif(why_not(SKIPS) is not None, reason=str(why_not(SKIPS)))
+def test_what_is_upsampled_is_not_saved(monkeypatch):
+    storages, upsampled = [], TransitionUp.upsampled
+
+    def record(self, x, size):
+        storages.append(StorageWeakRef(x.untyped_storage()))
+        return upsampled(self, x, size)
+
+    monkeypatch.setattr(TransitionUp, "upsampled", record)
+    model = _small(efficient="shared", drop_rate=0.0)
+    loss = model(_images(16, 16)).sum()
+    assert [each.expired() for each in storages] == [True, True]
+    loss.backward()
 
 
 def test_a_graph_that_is_kept_gives_its_gradients_again():

@@ -5,10 +5,12 @@ ones of the block on the way up. This one writes its own columns, and reads the 
 known. Nothing is concatenated, and the gradient of the skipped channels returns as that of any output.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .._tensors import device_type
 from .._torch_private import has_saved_tensors_hooks
@@ -17,7 +19,7 @@ from .limits import must_be_called
 from .network import run_sequence
 from .operator import are_ordinary
 from .parts import EngineBlock, is_engine_block
-from .stage.run import Skip, StagePlan, StageRequest
+from .stage.run import Skip, StagePlan, StageRequest, stored_output
 
 Room = tuple[int, int]
 """The columns that a block on the way down leaves before its own and after them."""
@@ -41,7 +43,7 @@ def run_up(
     makes of x and what was skipped."""
     modules = [("block", block), *([] if classifier is None else [("classifier", classifier)])]
     if isinstance(skipped, Skip) and not must_be_called(transition):
-        upsampled = transition.upsampled(x, skipped.shape[1:])
+        upsampled = _upsampled(transition, x, skipped.stored.shape[1:])
         stage = _plan_up(block, classifier, upsampled, skipped)
         if stage is not None:
             return stage.run(upsampled, skipped)[0]
@@ -49,6 +51,22 @@ def run_up(
     else:
         x = transition(x, skipped.images() if isinstance(skipped, Skip) else skipped)
     return run_sequence(modules, x, is_engine_block)[0]
+
+
+def _upsampled(transition: Any, x: Tensor, size: Sequence[int]) -> Tensor:
+    """What `transition` makes of x. For its backward x is not saved: it is read where its block has stored it."""
+    stored, own = stored_output(x), (x.data_ptr(), x.shape)
+    if stored is None or has_saved_tensors_hooks():
+        return transition.upsampled(x, size)
+
+    def pack(tensor: Tensor) -> Tensor | None:  # without x, since its node keeps this function
+        return None if (tensor.data_ptr(), tensor.shape) == own else tensor
+
+    def unpack(packed: Tensor | None) -> Tensor:
+        return stored.images() if packed is None else packed
+
+    with saved_tensors_hooks(pack, unpack):
+        return transition.upsampled(x, size)
 
 
 def _plan_down(block: EngineBlock, transition: nn.Module, x: Any, room: Room) -> StagePlan | None:
@@ -75,9 +93,9 @@ def _plan_up(block: EngineBlock, classifier: nn.Module | None, x: Tensor, skip: 
     stage = plan.plan_alone(block, classifier, x, StageRequest(skip=skip.edge.shape[1]))
     if isinstance(stage, str) or stage.sharded or (classifier is not None and stage.spec.consumer is None):
         return None
-    spec, features = stage.spec, skip.features
+    spec, (features, _, stored_by, _) = stage.spec, skip.stored
     alike = all(
-        getattr(spec, name) == getattr(skip.spec, name) for name in ("frozen", "eps", "sync_group", "newest_first")
+        getattr(spec, name) == getattr(stored_by, name) for name in ("frozen", "eps", "sync_group", "newest_first")
     )
     fits = alike and spec.order.total == features.shape[1] and x.dtype is features.dtype
     without_norms = spec.new_features_only if spec.consumer is None else not spec.consumer.has_norm

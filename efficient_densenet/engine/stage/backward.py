@@ -113,12 +113,14 @@ class Backward:
     def _finished(self, columns: slice, grad_accum: Tensor, may_overwrite: bool, in_place: bool) -> Tensor:
         """The gradient of these columns of the features, from the sum of their consumers' gradients."""
         if self.spec.frozen:
-            return grad_accum if in_place else grad_accum.contiguous()
+            return grad_accum.contiguous()
         backward = self.statistics.grad_features(columns, grad_accum)
         if in_place:
             for rows in tiles(grad_accum, self.statistics.dtype):
                 tile = backward._replace(values=backward.values[rows], grad_accum=grad_accum[rows])
-                grad_accum[rows] = self.kernels.batch_norm_grad_input(tile)
+                grad_input = self.kernels.batch_norm_grad_input(tile, may_overwrite=True)
+                if grad_input is not tile.grad_accum:
+                    tile.grad_accum.copy_(grad_input)
             return grad_accum
         previous, self.grad_output = self.grad_output, None
         if previous is not None and (not may_overwrite or previous.shape != grad_accum.shape):

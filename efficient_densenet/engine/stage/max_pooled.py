@@ -1,7 +1,7 @@
 """A 1×1 convolution, dropout and max pooling by two, for a tile of rows at a time.
 
 The convolution's output, dropout's noise and the pooling's indices exist for a tile only. What is kept of them is a
-byte for each pooled value: which value of its window it was, or `DROPPED`, if that was one which dropout had set to 0.
+byte for each pooled value: which value of its window it was, or 255, if that was one which dropout had set to 0.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.interface import BatchNormBackward, Conv1x1, GradAccumulator, Gradients, ImageConv, Kernels
-from ...kernels.max_pooling import MaxPool
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
 from .masks import scale
-
-DROPPED = 255
 
 
 class MaxPooled(NamedTuple):
@@ -40,13 +37,8 @@ class MaxPooled(NamedTuple):
                 values.add_(bias)
             if mask is not None:
                 values.mul_(mask[tile]).mul_(scale(self.drop_rate))
-            maxima, indices = self._pool(shape).forward(to_spatial(values, shape))
-            tile_codes = _codes(indices, shape[1:])
-            if mask is not None:
-                kept = to_spatial(mask[tile], shape).flatten(2).gather(2, indices.flatten(2)).view_as(indices)
-                tile_codes = torch.where(kept > 0, tile_codes, DROPPED)
-            output[pooled] = to_pixel_matrix(maxima)
-            codes[pooled] = to_pixel_matrix(tile_codes)
+            images, kept = to_spatial(values, shape), None if mask is None else to_spatial(mask[tile], shape)
+            output[pooled], codes[pooled] = map(to_pixel_matrix, _pooled(images, kept))
         return output, codes
 
     def backward(
@@ -77,9 +69,19 @@ class MaxPooled(NamedTuple):
             start = tile.start // pixels * halved(shape)[1:].numel()
             yield tile, slice(start, start + halved(shape).numel()), shape
 
-    def _pool(self, shape: torch.Size) -> MaxPool:
-        dims = len(shape) - 1
-        return MaxPool(*([each] * dims for each in (2, 2, 0, 1)), ceil_mode=False)
+
+def _pooled(images: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest value of each window and its code. As in PyTorch, this is the first of equal ones, and a NaN (of
+    several the last one) is larger than any number."""
+    places = list(_places(images))
+    codes = [torch.full_like(place, code, dtype=torch.uint8) for code, place in places]
+    if kept is not None:  # 0 less 1 is 255, whatever the code
+        codes = [(place - 1).bitwise_or_(code) for code, place in _places(kept)]
+    (_, maxima), best = places[0], codes[0]
+    for (_, place), code in zip(places[1:], codes[1:], strict=True):
+        is_larger = (place > maxima).logical_or_(place != place)
+        maxima, best = torch.where(is_larger, place, maxima), torch.where(is_larger, code, best)
+    return maxima, best
 
 
 def at_codes(images: Tensor, codes: Tensor) -> Tensor:
@@ -103,18 +105,6 @@ def _places(images: Tensor) -> Iterator[tuple[int, Tensor]]:
     for code, offsets in enumerate(product((0, 1), repeat=images.dim() - 2)):
         sides = zip(offsets, images.shape[2:], strict=True)
         yield code, images[(slice(None), slice(None), *(slice(start, side // 2 * 2, 2) for start, side in sides))]
-
-
-def _codes(indices: Tensor, sides: torch.Size) -> Tensor:
-    """The codes of indices of pixels: a bit for each dimension, the last one lowest."""
-    rest, codes = indices.to(torch.int32), torch.zeros_like(indices, dtype=torch.uint8)
-    for i in range(len(sides)):  # bits and differences, since a remainder takes ten times as long
-        stride, place = sides[i + 1 :].numel(), rest
-        if stride > 1:
-            place = rest // stride
-            rest.sub_(place, alpha=stride)
-        codes.mul_(2).add_(place.bitwise_and_(1))
-    return codes
 
 
 def _sums(total: Gradients, part: Gradients) -> Gradients:

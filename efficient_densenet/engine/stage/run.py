@@ -136,8 +136,9 @@ class StagePlan:
         running, skipped = [values[name] for values, name in self.places[self.num_parameters :]], []
         masks, parameters = self._dropout_masks(x, tensors), tensors
         if skip is not None:  # `data`, since the block on the way down has saved the features, but not these columns
-            stored, parameters = [skip.features.data], (*tensors, skip.edge)
-            skipped = [] if self.spec.frozen else [skip.statistics[:, : skip.spec.order.total]]
+            features, statistics, spec, _ = skip.stored
+            stored, parameters = [features.data], (*tensors, skip.edge)
+            skipped = [] if self.spec.frozen else [statistics[:, : spec.order.total]]
         results = run_operator(STAGE, self.spec, StageInputs(x, parameters, running, masks, stored, skipped))
         count = self.spec.num_outputs
         features, statistics, *_ = *stored, *results[count:]
@@ -145,7 +146,8 @@ class StagePlan:
             remember_features(self.spec, results[0], features, statistics)
         self.statistics.update(statistics, tensors)
         if self.spec.room:
-            return results[0], Skip(results[1], features, statistics, self.spec, torch.Size([len(x), *x.shape[2:]]))
+            shape = torch.Size([len(x), *x.shape[2:]])
+            return results[0], Skip(results[1], StoredOutput(features, statistics, self.spec, shape))
         return tuple(results[:count])
 
     def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -170,27 +172,31 @@ class StagePlan:
         return masks
 
 
-class Skip(NamedTuple):
-    """A block's output, which the block of its size on the way up of a U-Net reads where it is stored.
+class StoredOutput(NamedTuple):
+    """The output of a block, (N, *spatial) being its `shape`, as a stage of this specification has stored it."""
 
-    Attributes:
-        edge: the place of the output in autograd's graph, (pixels, channels) without memory.
-        features, statistics: what the block's stage, of this specification, has stored.
-        shape: (N, *spatial).
-    """
-
-    edge: Tensor
     features: Tensor
     statistics: Tensor
     spec: StageSpec
     shape: torch.Size
 
-    def images(self) -> Tensor:
-        """The output, for modules that cannot read it where it is."""
-        segments = range(len(self.spec.layers) + 1)
+    def images(self, edge: Tensor | None = None) -> Tensor:
+        """The output, for modules that cannot read it where it is; with its place in autograd's graph."""
+        segments = range(self.spec.new_features_only, len(self.spec.layers) + 1)
         values = torch.cat([self.spec.values(self.features, self.statistics, each) for each in segments], 1)
-        images = to_spatial(Connected.apply(self.edge, values), self.shape)
+        images = to_spatial(values if edge is None else Connected.apply(edge, values), self.shape)
         return images.contiguous(memory_format=self.spec.memory_format(images))
+
+
+class Skip(NamedTuple):
+    """A block's output, which the block of its size on the way up of a U-Net reads where it is stored. `edge` is its
+    place in autograd's graph, (pixels, channels) without memory."""
+
+    edge: Tensor
+    stored: StoredOutput
+
+    def images(self) -> Tensor:
+        return self.stored.images(self.edge)
 
 
 class BlockFeatures:
@@ -207,32 +213,33 @@ class BlockFeatures:
 
 
 def remember_features(spec: StageSpec, output: Tensor, features: Tensor, statistics: Tensor) -> None:
-    """Let a consumer of a block's output find the features. Only an ordinary output, with a node, has them."""
-    if (
-        spec.consumer is None
-        and not spec.new_features_only
-        and not spec.skip
-        and type(output) is Tensor
-        and output.grad_fn is not None
-    ):
+    """Let what reads a block's output find the features. Only an ordinary output, with a node, has them."""
+    if spec.consumer is None and type(output) is Tensor and output.grad_fn is not None:
         output.grad_fn.block_features = BlockFeatures(spec, output, features, statistics)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def stored_features(x: Tensor, spec: StageSpec) -> list[Tensor]:
-    """The stored features of the block whose output is x and, unless the norms are frozen, their statistics.
-
-    The list is empty if x is not a block's output or was changed, if the features do not exist any more, or if the
-    consumer with this specification does not normalize as the layers of the block do.
-    """
+def stored_output(x: Tensor) -> StoredOutput | None:
+    """Where the block whose output is x has stored it. None if x is no such output or was changed, or if the features
+    do not exist any more."""
     block = getattr(x.grad_fn, "block_features", None)  # no other node has it, as after an in-place operation
-    if not isinstance(block, BlockFeatures) or spec.has_count:
+    if not isinstance(block, BlockFeatures) or block.version != x._version or block.address != x.data_ptr():
+        return None  # `.data` may have been replaced
+    features = block.features()
+    shape = torch.Size([len(x), *x.shape[2:]])
+    return None if features is None else StoredOutput(features, block.statistics, block.spec, shape)
+
+
+def stored_features(x: Tensor, spec: StageSpec) -> list[Tensor]:
+    """The features of the block whose output is x, where they are stored, and, unless the norms are frozen, their
+    statistics. The list is empty if the consumer with this specification cannot read them: if they are not all features
+    of the matrix, or if it does not normalize as the layers of the block do."""
+    stored = None if spec.has_count else stored_output(x)
+    if stored is None or stored.spec.new_features_only or stored.spec.skip:
         return []
-    if block.version != x._version or block.address != x.data_ptr():  # it was changed, or its `.data` replaced
+    features, statistics, block, _ = stored
+    if (spec.frozen, spec.eps, spec.sync_group) != (block.frozen, block.eps, block.sync_group):
         return []
-    features, settings = block.features(), (spec.frozen, spec.eps, spec.sync_group)
-    if features is None or settings != (block.spec.frozen, block.spec.eps, block.spec.sync_group):
-        return []
-    return [features] if spec.frozen else [features, block.statistics[:, : features.shape[1]]]
+    return [features] if spec.frozen else [features, statistics[:, : features.shape[1]]]
 
 
 @lru_cache(maxsize=256)

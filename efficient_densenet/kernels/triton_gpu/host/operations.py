@@ -87,7 +87,8 @@ def batch_norm_grad_input(
         return grad.grad_accum.contiguous()
     values, grad_accum = with_contiguous_rows(grad.values), with_contiguous_rows(grad.grad_accum)
     num_rows, channels = values.shape
-    in_place = may_overwrite and channels * grad_accum.itemsize % SECTOR_BYTES == 0
+    has_sectors = grad_accum.is_contiguous() or channels * grad_accum.itemsize % SECTOR_BYTES == 0
+    in_place = may_overwrite and has_sectors  # else other columns' sectors would be read and written, too
     grad_input = grad_accum if in_place else previous
     if grad_input is None:
         grad_input = torch.empty_like(values, memory_format=torch.contiguous_format)
