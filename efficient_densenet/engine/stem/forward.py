@@ -46,6 +46,7 @@ class Convolved:
             if values is None:
                 values = torch.empty(shape, dtype=part.dtype, device=part.device, memory_format=memory_format_of(part))
             values[images] = part
+            del part  # before the next is allocated
         assert values is not None  # there is a tile
         return values
 
