@@ -7,6 +7,7 @@ The tree must be clean, since the captions name its commit. What that commit has
 interrupted run goes on where it was, and a second run changes no file.
 """
 
+import glob
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ MEASUREMENTS = [
     for options in (
         "--model densenet_bc_100_12 --batch_size 64 --rounds 5",
         f"--model densenet121 --batch_size 16 --rounds 5 --methods {FEW}",
-        "--sweep users",
+        "--sweep users --rounds 3",
         "--sweep activations",
         *(
             f"--model {model} --layout contiguous,channels_last --precision bf16 --rounds 5 --methods plain,shared"
@@ -38,8 +39,8 @@ MEASUREMENTS = [
     )
 ]
 MEASUREMENTS += ["crossover.py --allocator tcmalloc --threads 1 --seconds 2 --missing", "gpu_host.py --missing"]
-PAGES = "README.md", "docs/benchmarks.md", "docs/cifar.md", "docs/other-libraries.md"
-MADE_OF_THEM = ["checkpointing.py", "plot.py", f"table.py --write {','.join(PAGES)}"]
+PAGES = "README.md", *sorted(glob.glob("docs/*.md", root_dir=results.ROOT))
+MADE_OF_THEM = ["checkpointing_probes.py", "plot.py", f"table.py --write {','.join(PAGES)}"]
 
 
 def again(only: str = "") -> None:

@@ -1,6 +1,8 @@
-"""Probes of how implementations of activation checkpointing behave. Each compares a checkpointed call with a plain one.
+"""Does a call checkpointed by this package or by torch.utils.checkpoint behave as the plain call? Yes or no.
 
-The names of the probes are the first column of the CSV file.
+    python benchmarks/checkpointing_probes.py
+
+Writes a CSV file to benchmarks/results. The names of the probes are its first column.
 """
 
 import copy
@@ -12,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import rows as results
 import torch
+from options import run_command
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -215,3 +219,16 @@ def behaves(probe: Callable[[Wrap], bool], wrap: Wrap) -> bool:
             return probe(wrap)
         except Exception:
             return False
+
+
+def probe_behaviours() -> None:
+    """Run all probes on all implementations, and write the file, with one row for each probe."""
+    rows = []
+    for probe in PROBES:
+        answers = {name: answer(probe, name) for name in WRAPPERS}
+        rows.append({"behaviour": probe.__name__.replace("_", " "), **answers})
+    results.write(results.RESULTS / f"checkpointing_behaviours_torch{torch.__version__.split('+')[0]}.csv", rows)
+
+
+if __name__ == "__main__":
+    run_command(probe_behaviours)

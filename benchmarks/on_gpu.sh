@@ -16,8 +16,6 @@
 #     tf32      host's and device's time of a step: plain, shared, and both as CUDA graphs
 #     compiled  plain under torch.compile, by default and with reduce-overhead
 #     check     gradients of real sizes beside plain in float64
-#     profile   what takes the time of a step
-#     ncu       what the warps of twelve convolutions' launches wait for (Nsight Compute)
 #     tiles     the time of each convolution with each of several tiles
 #     train     DenseNet-BC-100-12 on the images in DATA (by default cifar10_jpeg) in EPOCHS epochs (90: about 8 minutes)
 #
@@ -34,7 +32,7 @@ if [[ ${1:-} == --dry-run ]]; then
 fi
 limit=${LIMIT:-$(($# ? 570 : 480))}
 [[ $# -gt 0 ]] || set -- selftest tests converge devices users bf16 tf32
-known=" selftest tests converge devices users bf16 tf32 fp16 compiled check profile ncu tiles train "
+known=" selftest tests converge devices users bf16 tf32 fp16 compiled check tiles train "
 for name in "$@"; do
     if [[ $known != *" $name "* ]]; then
         echo "error: unknown part or option $name: there are --dry-run and$known" >&2
@@ -181,18 +179,6 @@ run_part() {
     check)
         measure 90 "${small[@]}" --what check --methods shared --precision tf32,bf16,float32
         measure 60 "${big[@]}" --what check --methods shared --precision tf32,float32
-        ;;
-    profile)
-        measure 60 "${small[@]}" --what profile --methods $graphs --precision tf32
-        measure 60 "${big[@]}" --what profile --methods plain,shared --precision tf32
-        ;;
-    ncu)
-        for range in 28:4 264:8; do # of a step's 288 convolutions: two layers' forward, and backward
-            part "ncu of launches $range" 120 env EFFICIENT_DENSENET_TRITON=trust ncu --section WarpStateStats \
-                --section SchedulerStats --section SpeedOfLight --kernel-name regex:^conv \
-                --launch-skip "${range%:*}" --launch-count "${range#*:}" \
-                "$python" -m efficient_densenet.doctor --model densenet_bc_100_12 --batch_size 256
-        done
         ;;
     tiles)
         part "tiles in bf16" 240 "$python" benchmarks/gpu_tiles.py --precision bf16

@@ -10,7 +10,6 @@
     python benchmarks/run.py --sweep users                             X-rays, volumes, a label for every pixel
     python benchmarks/run.py --sweep users --card_gb 8,16              the same on a GPU that has no more memory
     python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
-    python benchmarks/run.py --what profile                            what takes the time
 
 Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
 memory during a step, minus what was allocated before the step; the process peak is the growth of the process's
@@ -62,7 +61,7 @@ SWEEPS: dict[str, dict[str, Any]] = {
 }
 """The defaults of options by sweep. That of devices is the table that the project began with: naive is `plain`."""
 SWEEP_METHODS = ("plain", "shared", "shared_keep", "checkpoint")
-WHAT = ("time", "check", "profile", "plan")
+WHAT = ("time", "check", "plan")
 ERROR_OVER_PLAIN = 2.0
 """Largest ratio of a method's error to plain's."""
 ROUNDING = {"float32": 1e-4, "tf32": 1e-2, "bf16": 0.1, "fp16": 0.02}
@@ -100,7 +99,7 @@ def run(
         precision: float32, tf32 (on CUDA), bf16 or fp16 (both with autocast).
         layout: contiguous or channels_last.
         methods: names of methods. Default: all but those in channels_last. Plain is always measured, because the
-            others are compared with it, but profiled only where it is named.
+            others are compared with it.
         rounds: number of timed steps. 0 measures only memory and the first step. Default: 9, or 0 for a figure's sweep.
         device: cpu or cuda. Default: cuda if there is a GPU.
         threads: number of CPU threads. Default: PyTorch's.
@@ -113,8 +112,7 @@ def run(
             and of methods.
         inference: measure a forward in eval mode without gradients instead of a training step.
         what: time (and memory); check, which fails where the error of a method's gradients, or of its outputs in
-            inference, is more than twice plain's; profile, which writes a text file for each method; or plan, which
-            only prints what would be measured.
+            inference, is more than twice plain's; or plan, which only prints what would be measured.
         compiler_cache: a directory in which compilers find what they compiled before. Default: a new one each time.
         patience: timeout of a method's answer, in seconds.
         missing: measure what this commit has not measured yet, and leave rows of other commits out of the files.
@@ -155,8 +153,6 @@ def run(
             print("  measured at this commit")
         elif what == "check":
             too_large += _check(setting, chosen, patience)
-        elif what == "profile":
-            _profile(setting, [method for method in chosen if method in names], preload, patience, target)
         else:
             comparison = Comparison(chosen, rounds)
             try:
@@ -209,20 +205,6 @@ def _check(setting: Setting, methods: list[str], timeout: float) -> list[str]:
         if not error <= ERROR_OVER_PLAIN * of_plain + ROUNDING[setting.precision]:
             too_large.append(f"{method} in {setting.precision}")
     return too_large
-
-
-def _profile(setting: Setting, methods: list[str], preload: str, timeout: float, folder: Path) -> None:
-    """Write a text file for each method: the host's time beside the device's, and what takes longest."""
-    for method in methods:
-        answer = ask(method, setting, "profile", preload=preload, timeout=timeout)
-        ran = f"{method} ({answer['kernels']} kernels)" if answer["kernels"] else method
-        where = f"{answer['device_name']}, torch {torch.__version__}, commit {results.commit()}"
-        text = f"{ran}: {setting.model}, batch {setting.batch_size}, {setting.precision}; {where}\n{answer['profile']}"
-        stem = results.stem(setting, answer["device_name"])
-        path = folder / f"profile_{stem}_{setting.precision}_{method}.txt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        print(f"{text}wrote {path}", flush=True)
 
 
 def _write(setting: Setting, measurements: dict[str, Measurement], path: Path, missing: bool) -> None:

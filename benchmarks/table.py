@@ -2,12 +2,10 @@
 
     python benchmarks/table.py cpu_torch2.14.1_densenet_bc_100_12_64.csv --allocator system
     python benchmarks/table.py cpu_torch2.14.1_crossover.csv --columns time,memory --by kernels
-    python benchmarks/table.py --check README.md
     python benchmarks/table.py --write README.md,docs/benchmarks.md,docs/cifar.md
 
-In a document, a comment above each table contains its command. --check lists the commands whose tables differ. The
-caption says where the rows were measured, at which commit, and whether the engine has changed much since; --write
-refuses rows of code that is in no commit. Threads,
+In a document, a comment above each table contains its command. The caption says where the rows were measured, at which
+commit, and whether the engine has changed much since; --write refuses rows of code that is in no commit. Threads,
 allocator and precision stand there too where all rows have the same: a phone has no room for a column of them.
 """
 
@@ -16,7 +14,6 @@ import re
 import shlex
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,12 +24,17 @@ from methods import METHODS, as_list
 from options import parse_arguments, run_command
 from plot import read_runs, table_of_runs
 
+import efficient_densenet
+from efficient_densenet.memory import what_fits
+
 HEADER = ["model, batch", "method", "devices", "memory", "time"], ["---", "---", "---", "---:", "---:"]
 ENGINE = "efficient_densenet/engine", "efficient_densenet/kernels"
 LINES = 300
 AGE = f" (`engine/` and `kernels/` changed by more than {LINES} lines since)"
 UNCOMMITTED = " with uncommitted changes"
 COMMAND = re.compile(r"<!-- python benchmarks/table\.py (.+?) -->\n+((?:\|.*\n?)*(?:\nMeasured .*\n?)*)")
+
+PREDICTED = re.compile(r"^<!-- predicted: (.+) -->\n((?:\|.*\n)*)", re.MULTILINE)
 
 
 def table(
@@ -43,7 +45,6 @@ def table(
     allocator: str | list[str] | None = None,
     columns: str | list[str] = "",
     by: str = "",
-    check: str = "",
     write: str | list[str] = "",
 ) -> None:
     """Print rows of CSV files in benchmarks/results as a Markdown table: all rows, or those that the options select.
@@ -56,7 +57,6 @@ def table(
         allocator: system, tcmalloc or jemalloc. Default: all.
         columns: columns of the file that are shown, in the place of memory and time.
         by: a column: of rows with the same value there, the least, the median and the most of `columns`.
-        check: a document whose tables are compared with the output of their commands.
         write: documents whose tables are replaced by the output of their commands.
     """
     pages = {document: refreshed(Path(document).read_text()) for document in as_list(write)}
@@ -65,11 +65,6 @@ def table(
     for document, text in pages.items():
         Path(document).write_text(text)
     if write:
-        return
-    if check:
-        commands = outdated(Path(check).read_text())
-        if commands:
-            sys.exit("\n".join(f"{check} differs from: python benchmarks/table.py {command}" for command in commands))
         return
     print(render(files, methods, precision, layout, allocator, columns, by))
 
@@ -161,6 +156,7 @@ def outdated(text: str) -> list[str]:
 
 def refreshed(text: str) -> str:
     """A document with the tables that its commands print, also below a command without one."""
+    text = PREDICTED.sub(lambda match: f"<!-- predicted: {match[1]} -->\n{predicted(match[1])}", text)
     return COMMAND.sub(
         lambda match: (
             f"<!-- python benchmarks/table.py {match[1]} -->\n{_output(match[1])}\n" + ("" if match[2] else "\n")
@@ -169,9 +165,24 @@ def refreshed(text: str) -> str:
     )
 
 
+def predicted(expressions: str) -> str:
+    """The table under a comment that names models, each with an optimizer and shapes of batches, separated by ";"."""
+    rows = [["model, batch", "a step: plain", "shared", "largest batch in 8 GB: plain", "shared"]]
+    rows += [["---", *["---:"] * 4]]
+    for each in expressions.split(";"):
+        model, optimizer, *shapes = eval(f"lambda: ({each})", dict(vars(efficient_densenet)))()
+        for batch_size, *shape in shapes:
+            settings = {"precisions": ["float32"], "batch_size": batch_size, "optimizer": optimizer}
+            fits = list(what_fits(model, shape[1:], "8GB", **settings))
+            batch = f"{each.strip().partition('(')[0]}, {'×'.join(map(str, (batch_size, *shape)))}"
+            steps = [f"{fit.sizes[batch_size] / 2**30:.2f} GiB" for fit in fits]
+            rows.append([batch, *steps, *[f"{fit.largest_batch:,}" for fit in fits]])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def _output(command: str) -> str:
     files, options = parse_arguments(table, shlex.split(command))
-    return render(files, **{name: value for name, value in options.items() if name not in ("check", "write")})
+    return render(files, **{name: value for name, value in options.items() if name != "write"})
 
 
 def _group(row: results.Row) -> tuple[str, ...]:

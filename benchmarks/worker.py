@@ -1,4 +1,4 @@
-"""The process that runs one method. On command, it prepares a model, takes a step, checks it or profiles it.
+"""The process that runs one method. On command, it prepares a model, takes a step or checks it.
 
 comparison.py starts it with a method and a setting. Commands are lines on the standard input, each answered by a line
 of JSON on the standard output. Between commands, the process blocks in a read and uses no CPU.
@@ -8,10 +8,9 @@ import contextlib
 import copy
 import json
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from comparison import OUT_OF_MEMORY
 from methods import LAYOUTS, METHODS, Setting, architecture
 from torch import Tensor, nn
-from torch.autograd import DeviceType
 
 from efficient_densenet._tensors import compute_dtype
 from efficient_densenet.engine.choose import Engine
@@ -38,7 +36,6 @@ STEPS_ON_GPU = 5
 """Number of steps that are timed together on a GPU."""
 ALGORITHMS_TRIED = 4
 """Number of convolution algorithms that cuDNN tries for each shape: all would take longer than the measurement."""
-PROFILED_STEPS, PROFILED_KERNELS = 5, 25
 
 
 class Task:
@@ -183,26 +180,6 @@ class Task:
         gradients = [parameter.grad for parameter in self.model.parameters()]
         return [each.double().cpu() for each in ([self.output] if self.setting.inference else gradients)]
 
-    def profile(self) -> str:
-        """The time of a step, the host's part of it, and what took longest: kernels on a GPU, operations on the CPU."""
-        host, whole = [], []
-        for _ in range(PROFILED_STEPS):
-            self._synchronize()
-            start = time.perf_counter()
-            self.step()
-            host.append(time.perf_counter() - start)
-            self._synchronize()
-            whole.append(time.perf_counter() - start)
-        step_ms, host_ms = (f"{statistics.median(each) * 1000:.2f} ms" for each in (whole, host))
-        on_gpu = self.device.type == "cuda"
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if on_gpu else []
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiled:
-            self.step()
-            self._synchronize()
-        heading = f"a step: {step_ms}, of which the host takes {host_ms} until it has launched everything"
-        return "\n".join([heading, "", *longest(profiled.key_averages(), on_gpu), ""])
-
     def _time(self, function: Callable[[], object]) -> float:
         self._synchronize()
         start = time.perf_counter()
@@ -242,23 +219,6 @@ def check(method: str, setting: Setting) -> dict[str, Any]:
 def _distance(found: list[Tensor], truth: list[Tensor]) -> float:
     difference = sum(float((ours - theirs).square().sum()) for ours, theirs in zip(found, truth, strict=True))
     return (difference / sum(float(theirs.square().sum()) for theirs in truth)) ** 0.5
-
-
-def longest(events: Iterable[Any], on_gpu: bool) -> list[str]:
-    """A line for all events together, and one for each of those that take longest. Their times are in microseconds.
-
-    On a GPU the operations that launched kernels have the kernels' times too, and are left out.
-    """
-    if on_gpu:
-        own = {event: event.self_device_time_total for event in events if event.device_type != DeviceType.CPU}
-    else:
-        own = {event: event.self_cpu_time_total for event in events}
-    total, calls = sum(own.values()), sum(event.count for event in own)
-    lines = [f"{calls} {'kernels' if on_gpu else 'operations'} a step, together {total / 1000:.2f} ms:"]
-    for event in sorted(own, key=lambda event: -own[event])[:PROFILED_KERNELS]:
-        share = own[event] / total if total else 0.0
-        lines.append(f"{own[event] / 1000:9.3f} ms  {share:5.1%}  {event.count:5} ×  {event.key[:90]}")
-    return lines
 
 
 def device_name(device: torch.device) -> str:
@@ -313,9 +273,6 @@ def main() -> None:
                 answer = task.prepare()
             elif command == "step":
                 answer = task.time_step()
-            elif command == "profile":
-                task = Task(method, setting)
-                answer = task.prepare() | {"profile": task.profile()}
             elif command == "check":
                 answer = check(method, setting)
             else:

@@ -13,5 +13,5 @@ def need(name: str, extra: str) -> ModuleType:
         if exc.name not in (name, package):
             raise
         raise ModuleNotFoundError(
-            f"{package} is not installed, but is needed here: pip install 'efficient_densenet[{extra}]'", name=name
+            f"{package} is not installed, but is needed here: pip install -e '.[{extra}]' in a clone", name=name
         ) from exc

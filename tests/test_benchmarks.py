@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ import torch
 import worker
 from comparison import Measurement
 from methods import LAYOUTS, Setting, architecture
+from options import parse_arguments
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engine.recording import programs, slab
@@ -111,6 +113,20 @@ def test_tables_of_uncommitted_code_are_refused(tmp_path, monkeypatch):
         again.again()
 
 
+def test_one_command_measures_every_row_of_a_processor(capsys):
+    made = set()
+    for command in again.MEASUREMENTS:
+        program, *words = shlex.split(command)
+        if program == "run.py":
+            benchmark.run(
+                **parse_arguments(benchmark.run, words)[1] | {"what": "plan", "allocator": "", "device": "cpu"}
+            )
+            made |= set(re.findall(r"^  (\S+\.csv): plain, ", capsys.readouterr().out, re.MULTILINE))
+        else:
+            assert list(results.RESULTS.glob(f"*{Path(program).stem}*.csv")), program
+    assert made == {path.name for path in results.RESULTS.glob("cpu_*.csv") if results.read(path)}
+
+
 def test_the_memory_of_a_card_is_a_limit(tmp_path, monkeypatch):
     """Plain takes more than the card has; what is reserved is what PyTorch says, parameters included."""
     fractions = []
@@ -138,20 +154,11 @@ def test_the_memory_of_a_card_is_a_limit(tmp_path, monkeypatch):
     assert "at most 8 GB" in table.render([str(path)])
 
 
-def test_checks_and_profiles(monkeypatch, tmp_path):
+def test_gradients_are_checked(monkeypatch):
     assert worker.check("shared", TINY)["error"] < 1e-5
     monkeypatch.setattr(benchmark, "ask", lambda *_, **__: worker.check("shared", TINY) | {"error": float("nan")})
     with pytest.raises(ValueError, match="by more than rounding: shared in float32"):
         benchmark.run(**TINY_OPTIONS, what="check", methods="shared")
-
-    def ask(method, setting, command, **_):
-        task = worker.Task(method, setting)
-        return task.prepare() | {command: task.profile()}
-
-    monkeypatch.setattr(benchmark, "ask", ask)  # in this process
-    benchmark.run(**TINY_OPTIONS, what="profile", methods="plain", folder=str(tmp_path))
-    (path,) = tmp_path.glob("profile_cpu_*_plain.txt")
-    assert re.search(r"\na step: [\d.]+ ms, of which the host takes [\d.]+ ms until .*\n", path.read_text())
 
 
 # Without a GPU
@@ -232,9 +239,7 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(": done in ") == done.stdout.count("\n== ") + 1 > 11
     assert "densenet121, batch 64, bf16, channels_last, 1 × cuda\n  cuda_torch" in done.stdout
-    done = _on_gpu_sh(
-        "--dry-run", "fp16", "compiled", "check", "profile", "ncu", "tiles", "train", OUT=str(tmp_path), EPOCHS="0"
-    )
+    done = _on_gpu_sh("--dry-run", "fp16", "compiled", "check", "tiles", "train", OUT=str(tmp_path), EPOCHS="0")
     assert done.returncode == 1
     assert done.stderr == "did not succeed: train\n"
     assert "error: n_epochs is 0" in (tmp_path / "summary.txt").read_text()

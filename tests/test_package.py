@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -33,21 +34,36 @@ OPTIONAL = [
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy of the sources, without a network or an environment of its own."""
+def built(tmp_path_factory) -> Path:
+    """A folder with the wheel and the sdist of a copy of the sources, built without a network or an environment."""
     copy = tmp_path_factory.mktemp("sources")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
     shutil.copytree(ROOT / "efficient_densenet", copy / "efficient_densenet", ignore=ignored)
     shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignored)
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "setup.py", "MANIFEST.in", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy / name)
-    built = tmp_path_factory.mktemp("wheel")
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(built)!r})"
+    built = tmp_path_factory.mktemp("built")
+    code = "from setuptools import build_meta as build; "
+    code += f"build.build_sdist({str(built)!r}); build.build_wheel({str(built)!r})"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
     (path,) = built.glob("*.whl")
     return path
+
+
+def test_the_sdist_builds_itself_and_has_no_tests(built):
+    """They need a clone's demos, benchmarks and examples."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.cfg", "setup.py", "pyproject.toml", "README.md", "LICENSE", "efficient_densenet/py.typed"} <= names
+    assert not [name for name in names if name.startswith("tests")]
 
 
 def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
@@ -63,6 +79,8 @@ def test_the_wheel_holds_the_package_and_its_data_alone(wheel):
     required = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
     assert [each for each in required if "extra ==" not in each] == ["torch>=2.6"]
     assert f"\nVersion: {efficient_densenet.__version__}\n" in metadata
+    assert "\n## Limits\n" in metadata  # the README, whose links into the repository lead nowhere from an index
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", metadata) if not target.startswith("https://")] == []
     (scripts,) = (name for name in names if name.endswith("/entry_points.txt"))
     with zipfile.ZipFile(wheel) as archive:
         assert b"\nefficient-densenet = efficient_densenet.__main__:script\n" in archive.read(scripts)
@@ -115,7 +133,7 @@ print(*(imported - set(sys.stdlib_module_names)))
 def test_a_missing_extra_names_its_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "no_such_package", None)
     monkeypatch.delitem(sys.modules, "no_such_package")
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'efficient_densenet\[demos\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[demos\]'"):
         need("no_such_package", extra="demos")
     with pytest.raises(ModuleNotFoundError, match="no_such_package is not installed"):
         need("no_such_package.inside", extra="demos")
@@ -125,10 +143,12 @@ def test_a_missing_extra_names_its_install_command(monkeypatch):
 def test_the_metadata_agree_on_authors_version_and_fast_kernels():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
+    version, date = re.findall(r"^## ([\d.]+), ([\d-]+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     author, citation = setup["metadata"]["author"], (ROOT / "CITATION.cff").read_text()
     assert f"- name: {author}\n" in citation
     assert author in (ROOT / "LICENSE").read_text()
-    assert f"\nversion: {efficient_densenet.__version__}\n" in citation
+    assert version == efficient_densenet.__version__
+    assert f'\nversion: {version}\ndate-released: "{date}"\n' in citation
     extras = setup["options.extras_require"]
     assert "numba" in extras["demos"]  # the fast kernels
     for packages in extras.values():  # older ones compile no bfloat16

@@ -128,7 +128,7 @@ def test_files_of_torch_save_and_safetensors(tmp_path, monkeypatch):
         load_weights(ours, path)
         assert all(torch.equal(tensor, source[key]) for key, tensor in ours.state_dict().items())
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ModuleNotFoundError, match=r"safetensors is not.*pip install 'efficient_densenet\[weights\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"safetensors is not.*pip install -e '\.\[weights\]'"):
         load_weights(small_model("bc"), tmp_path / "weights.safetensors")
 
 

@@ -30,7 +30,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tools" / "defects.txt"
-FOLDERS = "efficient_densenet", "demos", "examples"
+FOLDERS = "efficient_densenet", "demos", "examples", "benchmarks"
 COLUMNS = ("defect", "tier", "caught_by", "seconds")
 IMPORTED = "torch._dynamo", "torch.distributed.fsdp", "torchvision"
 """Modules that most tests need and that take long to import."""

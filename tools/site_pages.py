@@ -1,7 +1,7 @@
 """A hook of mkdocs: pages of the repository that are not in docs/, and links between the two.
 
 README.md, the other pages of OUTSIDE and the notebooks become pages of the site. A link to any other file of the
-repository leads to it at `repo_url`.
+repository leads to it at `repo_url`, and is left out where there is none.
 """
 
 import json
@@ -39,15 +39,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     folder = posixpath.dirname(SOURCES.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
 
     def link(match: re.Match) -> str:
-        path = posixpath.normpath(posixpath.join(folder, match[1]))
+        path = posixpath.normpath(posixpath.join(folder, match[2]))
         if not (ROOT / path).exists():
             return match[0]
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         inside = path.startswith((FIGURES, "docs/"))
+        if path not in OUTSIDE and not inside and not config.repo_url:
+            return match[1]
         found = OUTSIDE.get(path) or (path.removeprefix("docs/") if inside else f"{config.repo_url}/{kind}/main/{path}")
-        return f"]({found}{match[2] or ''})"
+        return f"[{match[1]}]({found}{match[3] or ''})"
 
-    return re.sub(r"\]\(([\w./-]+)(#[\w-]+)?\)", link, markdown)
+    return re.sub(r"\[([^]]*)\]\(([\w./-]+)(#[\w-]+)?\)", link, markdown)
 
 
 def _cells(notebook: str) -> str:
