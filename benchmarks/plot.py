@@ -64,9 +64,11 @@ def plot(*files: str, methods: str | list[str] | None = None, folder: str = "") 
         methods: names of methods. Default: all.
         folder: where to write the figures. Default: benchmarks/figures.
     """
-    names = files or [path.stem for path in sorted(FIGURES.glob("*.svg"))]
-    for path in [Path(name) if "/" in name else results.RESULTS / name for name in names]:
-        path = path if path.is_dir() else path.with_suffix(".csv")
+    drawn = [results.RESULTS / path.stem for path in sorted(FIGURES.glob("*.svg"))]
+    paths = [path if path.is_dir() else Path(f"{path}.csv") for path in drawn]
+    if files:
+        paths = [Path(file) if "/" in file else results.RESULTS / file for file in files]
+    for path in paths:
         save(path, Path(folder) if folder else FIGURES, as_list(methods) if methods else None)
 
 

@@ -245,7 +245,10 @@ def test_a_dry_run_of_the_gpu_script(tmp_path):
     assert "error: n_epochs is 0" in (tmp_path / "summary.txt").read_text()
 
 
-def test_every_committed_figure_is_drawn_from_its_committed_files():
+def test_every_committed_figure_is_drawn_from_its_committed_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot.plot(folder=str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in plot.FIGURES.glob("*.svg")}
     for figure in plot.FIGURES.glob("*.svg"):
         runs = results.RESULTS / figure.stem
         files = list(runs.glob("*_seed*.csv")) or [runs.parent / f"{figure.stem}.csv"]
