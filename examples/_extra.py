@@ -1,6 +1,7 @@
 """Imported first by each program: a package that it needs and that is not installed is named in a sentence."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -20,4 +21,6 @@ def need(*modules: str) -> None:
         raise SystemExit(2)
 
 
+if int(os.environ.get("RANK", 0)):  # of torchrun's processes the first one alone shows progress
+    os.environ["TQDM_DISABLE"] = "1"
 need(*ALL, *OWN.get(Path(sys.argv[0]).stem, ()))

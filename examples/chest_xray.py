@@ -12,7 +12,7 @@ It writes auroc.csv, predictions.csv, roc.png, gradcam/LABEL.png, checkpoint.pt,
 import argparse
 from pathlib import Path
 
-import _extra  # noqa: F401 - before the packages that it looks for
+import _extra  # before the packages that it looks for
 import common
 import generated
 import gradcam
@@ -53,7 +53,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--channels", type=int, choices=[1, 3], default=1, help="of the model's input; all weights work with both")
     add("--class_weights", choices=["balanced", "none"], default="balanced", help="whether rare findings weigh more")
     add("--resamples", type=common.at_least(1), default=1000, help="bootstrap samples for the 95 %% intervals")
-    return common.parse_options(parser, words, image_size=64)
+    options = common.parse_options(parser, words, image_size=64)
+    if options.model == "torchxrayvision":
+        _extra.need("torchxrayvision")
+    return options
 
 
 def build(options: argparse.Namespace, num_labels: int) -> nn.Module:
@@ -86,7 +89,7 @@ def train(run: Run, data: XRays, weights: Tensor | None, title: str) -> None:
     run.model.train()
     for _, (images, targets) in run.batches(data, data.files, title, run.options.batch_size, shuffle=True):
         with autocast(run.options):
-            logits = run.model(images.to(DEVICE))
+            logits = run.network(images.to(DEVICE))
         run.step(known_loss(logits, targets.to(DEVICE), weights))
 
 
@@ -98,7 +101,7 @@ def predict(run: Run, data: XRays) -> Tensor:
     for rows, (images, _) in run.batches(data, data.files, "predicting", run.options.batch_size):
         with autocast(run.options):
             scores[rows] = run.model(images.to(DEVICE)).float().sigmoid().cpu()
-    return scores
+    return common.join_rows(scores)
 
 
 def by_label(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -138,9 +141,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     if options.predict:
         return predict_folder(options)
-    common.check_folder(options)
-    if options.data == "generated":
-        options.data = str(generated.xrays(options.out / "generated"))
+    common.prepare_folder(options, generated.xrays)
     table, labels, name = read_table(options)
     parts = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
     print(f"{name}: {len(labels)} labels; pictures: {', '.join(f'{len(parts[part]):,} {part}' for part in parts)}")
@@ -175,6 +176,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
 
     common.load_best(model, options.out)
     scores = predict(run, data["test"])
+    common.leave_to_main()
     result = report(scores, parts["test"], data["test"], labels, name, options)
     gradcam.draw(model, scores, data["test"], labels, name, options.out / "gradcam")
     run.print_broken()

@@ -6,23 +6,29 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
 
 from efficient_densenet.memory.card import describe_card, what_fits
+from efficient_densenet.norms.sync_batch_norm import synchronize_norms
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_of_torchrun = os.environ if dist.is_torchelastic_launched() else {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
+RANK, LOCAL_RANK, WORLD_SIZE = (int(_of_torchrun[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples", "predict", "no_check"}
+MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples", "predict", "no_check", "sync_bn"}
 """Options that may differ between a run and its continuation."""
+T = TypeVar("T")
 
 
 class _Stopped(SystemExit):
@@ -32,18 +38,57 @@ class _Stopped(SystemExit):
 
 
 def stop(sentence: str) -> NoReturn:
-    print(f"error: {sentence}", file=sys.stderr)
+    process = f"process {RANK} of {WORLD_SIZE}: " if WORLD_SIZE > 1 else ""
+    print(f"error: {process}{sentence}", file=sys.stderr)
     raise _Stopped(sentence)
 
 
 def script(main: Callable[[], Any]) -> None:
-    """Call a program's `main`; after Ctrl-C say how to go on."""
+    """Call a program's `main`, under torchrun in a process group; after Ctrl-C say how to go on."""
+    if WORLD_SIZE > 1:
+        if DEVICE.type == "cuda":
+            torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo", timeout=timedelta(hours=1))
+        if RANK:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
     try:
         main()
+        if WORLD_SIZE > 1:
+            dist.destroy_process_group()
     except KeyboardInterrupt:
+        if RANK:
+            raise SystemExit(130) from None
         where = f"in epoch {Run.latest.epoch} after step {Run.latest.steps}" if Run.latest else "before the first epoch"
         print(f"\nstopped {where}: continue with --resume, after the last whole epoch", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def on_main(function: Callable[..., T], *arguments: Any) -> T:
+    """What a function returns in the first process, in all of them."""
+    result: list[Any] = [function(*arguments) if RANK == 0 else None]
+    if WORLD_SIZE > 1:
+        dist.broadcast_object_list(result)
+    return result[0]
+
+
+def leave_to_main() -> None:
+    """End all processes but the first."""
+    if RANK:
+        dist.destroy_process_group()
+        raise SystemExit(0)
+
+
+def gather(value: T) -> list[T]:
+    """The values of all processes."""
+    values = [value] * WORLD_SIZE
+    if WORLD_SIZE > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def join_rows(rows: Tensor) -> Tensor:
+    """The rows that the processes have found, each of which has NaN in those of the others."""
+    return torch.stack(gather(rows)).nanmean(0)
 
 
 def first_line(error: Exception) -> str:
@@ -92,6 +137,7 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     add("--workers", type=at_least(0), default=0, help="processes that read data")
     add("--seed", type=at_least(0), default=0, help="seed of the split, the first weights and the order of the data")
     add("--no_check", action="store_true", help="do not look into every file before training")
+    add("--sync_bn", action="store_true", help="norms take their statistics over all processes of torchrun")
     parser.set_defaults(**defaults)
     return parser
 
@@ -101,6 +147,8 @@ def parse_options(parser: argparse.ArgumentParser, words: list[str] | None, **of
     options = parser.parse_args(words)
     if options.predict is None and options.data is None:
         parser.error("--data is missing")
+    if options.sync_bn and WORLD_SIZE == 1:
+        parser.error("--sync_bn needs several processes: start them with torchrun --nproc_per_node 2")
     if options.data == "generated":
         parser.set_defaults(**of_generated)
         options = parser.parse_args(words)
@@ -109,8 +157,14 @@ def parse_options(parser: argparse.ArgumentParser, words: list[str] | None, **of
     return options
 
 
-def check_folder(options: argparse.Namespace) -> None:
-    """Stop unless a run may begin or go on in --out."""
+def prepare_folder(options: argparse.Namespace, generate: Callable[[Path], Path]) -> None:
+    """Stop unless a run may begin or go on in --out; draw the data in it, if they are generated."""
+    on_main(_check_folder, options)
+    if options.data == "generated":
+        options.data = str(on_main(generate, options.out / "generated"))
+
+
+def _check_folder(options: argparse.Namespace) -> None:
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / ".writable").touch()
@@ -134,7 +188,8 @@ def check_files(files: Iterable[str | Path], read: Callable[[Any], Any], options
         try:
             read(file)
         except Exception as error:
-            stop(f"{file} cannot be read ({first_line(error)}): replace it, or take it out")
+            named = str(file).replace("\n", " or ")
+            stop(f"{named} cannot be read ({first_line(error)}): replace it, or take it out")
 
 
 def autocast(options: argparse.Namespace) -> torch.autocast:
@@ -164,7 +219,7 @@ def print_what_fits(
 class _Readable(Dataset):
     """The samples of a data set with their numbers; for one that cannot be read, the reason.
 
-    MONAI's random transforms draw what `seed` and the sample's number say, whatever process reads it.
+    Random transforms draw what `seed` and the sample's number say, whatever process reads it.
     """
 
     def __init__(self, data: Any, seed: int) -> None:
@@ -178,7 +233,9 @@ class _Readable(Dataset):
         if self.set_random_state:
             self.set_random_state(self.seed + i)
         try:
-            return i, self.data[i], ""
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(self.seed + i)
+                return i, self.data[i], ""
         except Exception as error:  # whatever a damaged file raises
             return i, None, first_line(error)
 
@@ -192,6 +249,8 @@ def _collate(samples: list, combine: Callable) -> tuple[list[int], Any, dict[int
 class Run:
     """A model's training: the steps of its optimizer, and its checkpoints in a folder.
 
+    Under torchrun each process takes its part of every batch, and the first writes. `network` is what to call in
+    training: it averages gradients over the processes.
     checkpoint.pt is what a run continues from, best.pt the model of the epoch with the best validation, config.json
     what predicting needs. Each is written under another name and then renamed, so that an interruption never leaves
     half of one.
@@ -210,6 +269,11 @@ class Run:
         self.options, self.folder, self.best_score = options, options.out, float("-inf")
         self.epoch, self.steps, self.broken = 1, 0, dict[str, str]()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.network: nn.Module = model
+        if WORLD_SIZE > 1 and optimizer:
+            if options.sync_bn:
+                synchronize_norms(model, None)
+            self.network = nn.parallel.DistributedDataParallel(model)
         self.scaler = torch.amp.GradScaler(DEVICE.type, enabled=options.precision == "fp16")
         self.parts: dict[str, Any] = {
             "model": model,
@@ -226,10 +290,19 @@ class Run:
         self, data: Any, names: Sequence[str], title: str, size: int, shuffle: bool = False,
         combine: Callable = default_collate,
     ) -> Iterator[tuple[list[int], Any]]:  # fmt: skip
-        """The samples' numbers and batches; a sample whose file cannot be read is left out and noted."""
+        """The samples' numbers and batches, shuffled in training; a sample whose file cannot be read is left out and
+        noted. Of training's batches each process has a part; other data are divided into batches of each."""
         collate, workers = functools.partial(_collate, combine=combine), self.options.workers
-        samples = _Readable(data, int(torch.randint(2**31, ())))
-        loader = DataLoader(samples, size, shuffle, num_workers=workers, collate_fn=collate)
+        seed = on_main(lambda: int(torch.randint(2**31, ())))
+        samples = _Readable(data, seed)
+        if shuffle:
+            order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
+            parts = [batch[RANK::WORLD_SIZE].tolist() for batch in order.split(size)]
+        else:
+            parts = [batch.tolist() for batch in torch.arange(len(data))[RANK::WORLD_SIZE].split(size)]
+        if RANK:  # for other masks of dropout
+            torch.manual_seed(torch.initial_seed() + RANK)
+        loader = DataLoader(samples, batch_sampler=parts, num_workers=workers, collate_fn=collate)
         self.num_batches = len(loader)
         with tqdm(loader, title, leave=False) as self.bar:
             for rows, batch, broken in self.bar:
@@ -237,12 +310,27 @@ class Run:
                     if names[i] not in self.broken:
                         self.bar.write(f"note: {names[i]} cannot be read and is left out ({reason})", sys.stderr)
                     self.broken[names[i]] = reason
-                if rows:
+                self.share = self._share(len(rows)) if shuffle else float(len(rows) > 0)
+                if self.share:
                     yield rows, batch
+        if WORLD_SIZE > 1:
+            for broken in gather(self.broken):
+                self.broken.update(broken)
+            for buffer in self.model.buffers():  # the running statistics of norms that are not synchronized
+                dist.broadcast(buffer, 0)
+
+    def _share(self, num_rows: int) -> float:
+        """By how much this process's loss counts in the mean over all; 0 if one of them has no sample: the others would
+        wait for its gradients."""
+        counts = torch.tensor([num_rows, num_rows == 0], dtype=torch.int64, device=DEVICE)
+        if WORLD_SIZE > 1:
+            dist.all_reduce(counts)
+        total, without = counts.tolist()
+        return 0.0 if without else num_rows * WORLD_SIZE / total
 
     def step(self, loss: Tensor, update: bool = True, accumulate: int = 1) -> None:
         """Add the gradients of a loss, of as many as are accumulated; change the weights if `update`."""
-        self.scaler.scale(loss / accumulate).backward()
+        self.scaler.scale(loss * (self.share / accumulate)).backward()
         if update:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -275,6 +363,8 @@ class Run:
         self._write("checkpoint.pt", {**states, "epoch": epochs_done, "best_score": self.best_score,
                                       "settings": self.settings})  # fmt: skip
         self.epoch, self.steps = epochs_done + 1, 0
+        if WORLD_SIZE > 1:
+            dist.barrier()  # others wait until the best model is written
 
     def print_broken(self) -> None:
         if self.broken:
@@ -282,6 +372,8 @@ class Run:
             print("\n".join(f"  {name}: {reason}" for name, reason in self.broken.items()))
 
     def _write(self, name: str, content: Any) -> None:
+        if RANK:
+            return
         temporary = self.folder / f"{name}.tmp"
         temporary.write_text(content) if isinstance(content, str) else torch.save(content, temporary)
         os.replace(temporary, self.folder / name)
@@ -311,6 +403,8 @@ def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 def write_predicted(run: Run, files: list[str], classes: list[str], scores: Tensor) -> pd.DataFrame:
     """A row a file, with a column a class, into predicted.csv."""
+    scores = join_rows(scores)
+    leave_to_main()
     table = pd.DataFrame(scores.numpy(), columns=classes).round(4)
     table.insert(0, "file", files)
     path = run.folder / "predicted.csv"

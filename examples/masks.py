@@ -73,35 +73,41 @@ class Classes:
         return mask
 
 
-def check_picture(path: Path) -> tuple[int, int]:
+def check_picture(path: Path, options: argparse.Namespace) -> tuple[int, int]:
     """Width and height of a picture of 8 bits a channel."""
     with Image.open(path) as image:
         if image.mode == "F" or image.mode.startswith("I") or ";16" in str(getattr(image, "tile", "")):
             raise ValueError("more than 8 bits a channel: convert it to 8")
+        if min(options.image_size or image.size) < 32:
+            size = " × ".join(map(str, image.size))
+            raise ValueError(f"{size} pixels, but the network needs 32 × 32 at least: give --image_size")
         return image.size
 
 
-def find_pairs(folder: Path, part: str) -> list[tuple[Path, Path]]:
+def find_pairs(folder: Path, part: str, options: argparse.Namespace) -> list[tuple[Path, Path]]:
     """The images of a folder such as train, with the masks of train_labels (or trainannot), of the same sizes."""
     masks = next((folder / f"{part}{end}" for end in ("_labels", "annot") if (folder / f"{part}{end}").is_dir()), None)
     if masks is None or not (folder / part).is_dir():
         stop(f"{folder} must have the folders {part} and {part}_labels, for images and masks")
     pairs = []
-    for image in sorted(path for path in (folder / part).iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg")):
+    images = sorted(path for path in (folder / part).iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    for image in tqdm(images, f"pictures, {part}", leave=False):
         mask = next(
             (masks / f"{image.stem}{end}" for end in ("_L.png", ".png") if (masks / f"{image.stem}{end}").is_file()),
             None,
         )
         if mask is None:
             stop(f"{image} has no mask {image.stem}.png or {image.stem}_L.png in {masks}")
+        pairs.append((image, mask))
+        if options.no_check:
+            continue
         try:
             with Image.open(mask) as opened:
-                sizes = [f"{width} × {height}" for width, height in (check_picture(image), opened.size)]
+                sizes = [f"{width} × {height}" for width, height in (check_picture(image, options), opened.size)]
         except (OSError, ValueError, SyntaxError) as error:
             stop(f"{image} or its mask {mask} cannot be read ({first_line(error)}): replace it, or take both out")
         if sizes[0] != sizes[1]:
             stop(f"{image} has {sizes[0]} pixels, but its mask {mask.name} {sizes[1]}: they must be alike")
-        pairs.append((image, mask))
     if not pairs:
         stop(f"{folder / part} has no .png or .jpg images")
     return pairs
@@ -128,16 +134,20 @@ def make_transform(options: argparse.Namespace, *augmentation: nn.Module) -> v2.
 
 
 class Scenes(Dataset):
-    """Pictures, with the number of each pixel's class."""
+    """Pictures, with the number of each pixel's class; without classes the pictures alone."""
 
-    def __init__(self, pairs: list, classes: Classes, options: argparse.Namespace, *augmentation: nn.Module) -> None:
+    def __init__(
+        self, pairs: list, classes: Classes | None, options: argparse.Namespace, *augmentation: nn.Module
+    ) -> None:
         self.pairs, self.classes, self.files = pairs, classes, [str(image) for image, _ in pairs]
         self.transform = make_transform(options, *augmentation)
 
     def __len__(self) -> int:
         return len(self.pairs)
 
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, i: int) -> Tensor | tuple[Tensor, Tensor]:
         image, mask = self.pairs[i]
         pixels = v2.functional.to_image(Image.open(image).convert("RGB"))
+        if self.classes is None:
+            return self.transform(pixels)
         return self.transform(pixels, tv_tensors.Mask(self.classes.read(mask)))

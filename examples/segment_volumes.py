@@ -56,7 +56,7 @@ def train(run: Run, data, names: list[str], loss_of: nn.Module, title: str) -> N
     run.model.train()
     for _, batch in run.batches(data, names, title, run.options.batch_size, True, list_data_collate):
         with autocast(run.options):
-            logits = run.model(batch["image"].as_tensor().to(DEVICE))
+            logits = run.network(batch["image"].as_tensor().to(DEVICE))
         run.step(loss_of(logits.float(), batch["label"].as_tensor().to(DEVICE)))
 
 
@@ -87,7 +87,7 @@ def dice(run: Run, data, names: list[str], num_classes: int, title: str) -> np.n
             sizes = int((found == i).sum() + (truth == i).sum())
             if sizes:
                 scores[row, i - 1] = 2 * int(((found == i) & (truth == i)).sum()) / sizes
-    return scores
+    return common.join_rows(torch.from_numpy(scores)).numpy()
 
 
 def write_label(run: Run, sample: dict, path: Path) -> np.ndarray:
@@ -132,9 +132,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     if options.predict:
         return predict_folder(options)
-    common.check_folder(options)
-    if options.data == "generated":
-        options.data = str(generated.organs(options.out / "generated"))
+    common.prepare_folder(options, generated.organs)
     parts, classes, channels, name = read_folder(Path(options.data), options)
     names = {part: [sample["image"] for sample in samples] for part, samples in parts.items()}
     print(f"{name}: classes {', '.join(classes)}; volumes: {', '.join(f'{len(parts[p]):,} {p}' for p in parts)}")
@@ -160,6 +158,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
 
     common.load_best(model, options.out)
     scores = dice(run, data["test"], names["test"], len(classes), "test")
+    common.leave_to_main()
     table = pd.DataFrame({"class": classes[1:], "volumes": np.isfinite(scores).sum(0), "dice": np.nanmean(scores, 0),
                           "least": np.nanmin(scores, 0)})  # fmt: skip
     table.to_csv(options.out / "dice.csv", index=False)

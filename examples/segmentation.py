@@ -11,9 +11,10 @@ name, r, g, b. It writes iou.csv, confusion.png, overlays/NAME.png, checkpoint.p
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import _extra  # noqa: F401 - before the packages that it looks for
+import _extra  # before the packages that it looks for
 import common
 import generated
 import masks
@@ -61,7 +62,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     losses = ["cross_entropy", "dice", "focal", "lovasz", "tversky"]
     add("--loss", choices=losses, default="cross_entropy", help="others are segmentation_models_pytorch's")
     add("--overlays", type=at_least(0), default=8, help="how many test pictures are drawn")
-    return common.parse_options(parser, words, model="fc_densenet56", crop=64, epochs=6, whole_epochs=1)
+    options = common.parse_options(parser, words, model="fc_densenet56", crop=64, epochs=6, whole_epochs=1)
+    if options.loss != "cross_entropy":
+        _extra.need("segmentation_models_pytorch")
+    return options
 
 
 def make_loss(options: argparse.Namespace, weights: Tensor | None) -> Loss:
@@ -77,7 +81,7 @@ def train(run: Run, data: Scenes, size: int, loss_of: Loss, title: str) -> None:
     run.model.train()
     for _, (images, targets) in run.batches(data, data.files, title, size, shuffle=True):
         with autocast(run.options):
-            logits = run.model(images.to(DEVICE))
+            logits = run.network(images.to(DEVICE))
         run.step(loss_of(logits.float(), targets.to(DEVICE)))
 
 
@@ -124,31 +128,28 @@ def predict_folder(options: argparse.Namespace) -> pd.DataFrame:
     """Write the share of each class in the pictures of a folder, and their masks, by the best model of the run."""
     names = common.load_config(options)["classes"]
     files = common.files_in(options.predict, (".png", ".jpg", ".jpeg"))
-    common.check_files(files, masks.check_picture, options)
+    common.check_files(files, partial(masks.check_picture, options=options), options)
     model = create_model(options.model, num_classes=len(names), efficient=options.engine == "shared").to(DEVICE)
     common.load_best(model, options.out)
     run, shares = Run(options, model), torch.full((len(files), len(names)), torch.nan)
-    transform = masks.make_transform(options)
-    for i, file in enumerate(files):
-        pixels = v2.functional.to_image(Image.open(file).convert("RGB"))
-        found = predict(run, transform(pixels)[None])[0].cpu()
+    data = Scenes([(file, None) for file in files], None, options)
+    for (i,), image in run.batches(data, data.files, "predicting", 1):
+        found = predict(run, image)[0].cpu()
         shares[i] = found.flatten().bincount(minlength=len(names)) / found.numel()
-        mask = options.out / "predicted" / file.relative_to(options.predict).with_suffix(".png")
+        mask = options.out / "predicted" / files[i].relative_to(options.predict).with_suffix(".png")
         mask.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(found.byte().numpy()).save(mask)
-    return common.write_predicted(run, [str(file) for file in files], names, shares)
+    return common.write_predicted(run, data.files, names, shares)
 
 
 def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     if options.predict:
         return predict_folder(options)
-    common.check_folder(options)
     name = "generated streets" if options.data == "generated" else Path(options.data).resolve().name
-    if options.data == "generated":
-        options.data = str(generated.streets(options.out / "generated"))
+    common.prepare_folder(options, generated.streets)
     classes = Classes(Path(options.data), options.ignore, options.classes)
-    pairs = {part: masks.find_pairs(Path(options.data), part) for part in ("train", "val", "test")}
+    pairs = {part: masks.find_pairs(Path(options.data), part, options) for part in ("train", "val", "test")}
     pixels = {part: masks.count_pixels(pairs[part], classes, f"masks, {part}") for part in pairs}
     num = len(classes.names)
     print(f"{name}: {num} classes; pictures: {', '.join(f'{len(pairs[part]):,} {part}' for part in pairs)}")
@@ -183,6 +184,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
 
     common.load_best(model, options.out)
     matrix = confusion(run, test, "test")
+    common.leave_to_main()
     table = iou_table(matrix, classes.names)
     table.to_csv(options.out / "iou.csv", index=False)
     pictures.confusion(options.out / "confusion.png", name, matrix, classes.names, "pixels")
@@ -193,4 +195,4 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    main()
+    common.script(main)

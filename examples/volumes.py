@@ -72,7 +72,7 @@ def train(run: Run, data: CacheDataset, names: list[str], loss_of: nn.Module, ti
     for i, (_, batch) in enumerate(run.batches(data, names, title, size, True, list_data_collate), start=1):
         patches, targets = batch["image"].as_tensor().to(DEVICE), batch["target"].to(DEVICE)
         with autocast(run.options):
-            logits = run.model(patches)
+            logits = run.network(patches)
         loss = loss_of(logits.float(), targets)
         run.step(loss, i % accumulate == 0 or i == run.num_batches, accumulate)
 
@@ -99,7 +99,7 @@ def predict(run: Run, data: CacheDataset, names: list[str], num_classes: int) ->
     scores = torch.full((len(data), num_classes), torch.nan)
     for (row,), (sample,) in run.batches(data, names, "predicting", 1, combine=list):
         scores[row] = predict_map(run, sample["image"].as_tensor()).mean((1, 2, 3))
-    return scores
+    return common.join_rows(scores)
 
 
 def report(scores: Tensor, test: pd.DataFrame, classes: list[str], name: str, options) -> pd.DataFrame:
@@ -155,10 +155,8 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     options = parse(words)
     if options.predict:
         return predict_folder(options)
-    common.check_folder(options)
     name = "generated volumes" if options.data == "generated" else Path(options.data).stem
-    if options.data == "generated":
-        options.data = str(generated.volumes(options.out / "generated"))
+    common.prepare_folder(options, generated.volumes)
     table, classes = read_table(options)
     tables = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
     files = {part: rows["image"].tolist() for part, rows in tables.items()}
@@ -178,10 +176,8 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
         torch.manual_seed(options.seed + epoch)  # so that a run that was interrupted draws the same patches
         train(run, data["train"], files["train"], loss, f"epoch {epoch + 1} of {options.epochs}")
         decay.step()
-        scores, targets = (
-            predict(run, data["valid"], files["valid"], len(classes)),
-            tables["valid"]["target"].to_numpy(),
-        )
+        scores = predict(run, data["valid"], files["valid"], len(classes))
+        targets = tables["valid"]["target"].to_numpy()
         known = scores.isfinite().all(1)
         pairs = [(scores[known, i], torch.tensor(targets == i).int()[known]) for i in range(len(classes))]
         score = float(np.mean([auroc(*pair) for pair in pairs]))
@@ -189,7 +185,9 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
         run.save(epoch + 1, score)
 
     common.load_best(model, options.out)
-    result = report(predict(run, data["test"], files["test"], len(classes)), tables["test"], classes, name, options)
+    scores = predict(run, data["test"], files["test"], len(classes))
+    common.leave_to_main()
+    result = report(scores, tables["test"], classes, name, options)
     write_maps(run, data["test"], tables["test"], classes, name)
     run.print_broken()
     print(f"\n{name}, test volumes, the best epoch's model\n{result.to_string(index=False, float_format='%.3f')}")

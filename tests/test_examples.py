@@ -1,12 +1,16 @@
 """The programs of examples/ on small generated data: what they write, engines that agree, resuming, and bad input.
 
-Their libraries are an extra of their own, which the first tier does without.
+Their libraries are an extra of their own, which the first tier does without. Processes that run this file as a script
+train a small model by the programs' `Run`.
 """
 
+import argparse
 import importlib
 import inspect
+import runpy
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from forks import ForkedDemo, fork_processes
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -344,6 +349,7 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
         (_image(MASK, "RGB", (96, 64), (1, 2, 3)), "has pixels of [1, 2, 3], which no line of"),
         (_file("val/0001.png", b"no image"), "val/0001.png or its mask"),
         (_image("val/0001.png", "I;16", (96, 64)), "(more than 8 bits a channel: convert it to 8)"),
+        (_image("val/0001.png", "RGB", (96, 20)), "(96 × 20 pixels, but the network needs 32 × 32 at least"),
         (_replaced("classes.csv", "64,0,128", "64,x,128"), "line 5: r, g and b must be whole numbers"),
         (lambda data: (data / "classes.csv").unlink(), "classes.csv is missing, with the column name"),
     ],
@@ -413,6 +419,96 @@ def test_ctrl_c_says_where_and_how_to_go_on(tmp_path):
         "stopped in epoch 2 after step 5: continue with --resume, after the last whole epoch"
     )
     assert done.returncode == 130
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_says_so_after_ctrl_c(name, monkeypatch, capsys):
+    load(name)
+
+    def interrupt(*_, **__) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(load("common"), "make_parser", interrupt)
+    monkeypatch.setattr(load("common").Run, "latest", None)
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert "stopped before the first epoch: continue with --resume" in capsys.readouterr().err
+
+
+def train_a_small_model(folder: Path, num_samples: int) -> None:
+    """Two epochs in float64, on samples with random noise, of which one is broken; write what this process has then."""
+    import common
+    import torch
+
+    from efficient_densenet import DenseNet
+
+    class Samples:
+        def __len__(self) -> int:
+            return num_samples
+
+        def __getitem__(self, i: int):
+            if i == 4:
+                raise ValueError("broken")
+            generator = torch.Generator().manual_seed(i)
+            noise = torch.rand(3, 8, 8, dtype=torch.float64)
+            return noise + torch.randn(3, 8, 8, dtype=torch.float64, generator=generator), i % 2
+
+    def main() -> None:
+        torch.manual_seed(0)
+        model = DenseNet(3, (2, 2), num_init_features=4, num_classes=2).double()
+        sync_bn = common.WORLD_SIZE > 1
+        options = argparse.Namespace(out=folder, precision="float32", workers=0, sync_bn=sync_bn)
+        run = common.Run(options, model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+        names, scores = [f"sample {i}" for i in range(num_samples)], torch.full((num_samples, 2), torch.nan)
+        for _ in range(2):
+            for _, (x, y) in run.batches(Samples(), names, "training", 4, shuffle=True):
+                run.step(torch.nn.functional.cross_entropy(run.network(x), y))
+        steps = run.steps
+        model.eval()
+        for rows, (x, _) in run.batches(Samples(), names, "predicting", 2):
+            scores[rows] = model(x).detach().float()
+        found = {"state": model.state_dict(), "scores": common.join_rows(scores), "steps": steps, "broken": run.broken}
+        torch.save(found, folder / f"{common.WORLD_SIZE}_{common.RANK}.pt")
+
+    common.script(main)
+
+
+@pytest.mark.parametrize("num_samples", [11, 9])
+def test_two_processes_train_like_one(num_samples, tmp_path):
+    load("common")
+    import torch
+
+    words = __file__, "small", str(tmp_path), str(num_samples)
+    for process in (ForkedDemo(*words, cwd=tmp_path), *fork_processes(2, *words, cwd=tmp_path)):
+        assert process.wait() == 0, process.communicate()
+    one, first, second = (torch.load(tmp_path / f"{name}.pt") for name in ("1_0", "2_0", "2_1"))
+    assert first.pop("broken") == second.pop("broken") == one.pop("broken") == {"sample 4": "broken"}
+    torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    assert first["scores"].isnan().any(1).nonzero().tolist() == [[4]]
+    if num_samples == 9:  # batches of 4, 4 and 1, of which the last leaves nothing to the second process
+        assert (one["steps"], first["steps"]) == (6, 4)
+        return
+    torch.testing.assert_close(first, one, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_runs_in_two_processes(name, tmp_path):
+    program, data = PROGRAMS[name], write_data(name, tmp_path)
+    words = "--data", str(data), "--out", "out", "--sync_bn", *program.words, "--epochs", "1"
+    first, second = fork_processes(2, Path(__file__), name, *words, cwd=tmp_path)
+    for process in (first, second):
+        assert process.wait() == 0, process.communicate()
+    assert "the best epoch's model" in first.communicate()[0]
+    assert second.communicate()[0] == ""
+    for pattern in (program.table, *program.files):
+        assert len(list((tmp_path / "out").glob(pattern))) == 1, pattern
+    predict = "--predict", str(data if data.is_dir() else data.parent), "--out", "out"
+    for process in fork_processes(2, Path(__file__), name, *predict, cwd=tmp_path):
+        assert process.wait() == 0, process.communicate()
+    import pandas as pd
+
+    assert pd.read_csv(tmp_path / "out" / "predicted.csv").iloc[:, 1:].notna().all(axis=None)
+    _predicting_gives_the_run_s_own_numbers(name, data, tmp_path / "out")
 
 
 @pytest.mark.parametrize("absent", ["pandas", "nibabel", "pytorch_grad_cam"])
@@ -513,3 +609,13 @@ def test_losses_do_not_see_ignored_pixels(loss, tmp_path):
     loss_of(logits, masks).backward()
     assert logits.grad[:, :, 2:].abs().max() > 0
     assert logits.grad[:, :, :2].abs().max() == 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(EXAMPLES))
+    if sys.argv[1] == "small":
+        train_a_small_model(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        sys.argv = sys.argv[1:]
+        warnings.simplefilter("default")  # of other libraries
+        runpy.run_path(str(EXAMPLES / f"{sys.argv[0]}.py"), run_name="__main__")

@@ -364,7 +364,10 @@ def test_the_command_takes_a_model_of_one_s_own(capsys, tmp_path, monkeypatch):
     assert "training on 2×3×224×224, on cpu" in printed
     assert "tensor peak by engine shared" in printed
     assert progress == ""
+    command.main(["torchvision:densenet121", "--batch_size", "2", "--image_size", "64"])  # in torchvision.models
+    assert "features.denseblock4" in capsys.readouterr().out
     for words, message in (
+        (["torchvision:densenet12"], "no attribute 'densenet12'"),
         (["of_my_own:build"], "'out_channels'; --dims"),
         (["of_my_own:built"], "no attribute 'built'"),
     ):
@@ -395,6 +398,7 @@ def test_what_fits_a_card(capsys, monkeypatch):
         SystemExit, match="error: card is '24', but must be a number above 0 with its unit, such as '24GB'"
     ):
         command.main(["tiny", "--card", "24"])
+    assert capsys.readouterr().out == ""
     with pytest.raises(SystemExit, match="found --card, which plans for a GPU's memory alone, with --device"):
         command.main([*small, "--device", "cpu"])
 

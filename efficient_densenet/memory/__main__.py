@@ -1,15 +1,16 @@
 """The memory of a training step of a model, and what fits a card, without running it:
 
 python -m efficient_densenet.memory densenet121 --batch_size 64 --image_size 224 --budget 8GiB
-python -m efficient_densenet.memory torchvision.models:densenet121 --card 8GB
+python -m efficient_densenet.memory torchvision:densenet121 --card 8GB
 python -m efficient_densenet.memory densenet121 --card 8GB --in_channels 1 --num_classes 14 --image_size 512
 """
 
 import argparse
+import importlib
 import inspect
 import json
 import logging
-import pkgutil
+import operator
 import sys
 from typing import Any
 
@@ -82,7 +83,7 @@ def _build(options: argparse.Namespace, device: str) -> Any:
             return create_model(options.model, efficient=options.engine, **arguments)
     sys.path.append("")  # where a file of one's own is
     try:
-        build = pkgutil.resolve_name(options.model)
+        build = _resolve(*options.model.split(":", 1))
         theirs = {THEIR_WORDS.get(name, (name,))[0]: name for name in inspect.signature(build).parameters}
         with torch.device(device):
             model = build(**{theirs.get(name, name): value for name, value in arguments.items()})
@@ -93,13 +94,23 @@ def _build(options: argparse.Namespace, device: str) -> Any:
     return make_efficient(model, options.engine)
 
 
+def _resolve(package: str, name: str) -> Any:
+    """What has this name in a module, or in the least nested of the modules that its import has imported."""
+    found = importlib.import_module(package)
+    if not hasattr(found, name.split(".")[0]):
+        inner = [each for key, each in sys.modules.items() if key.startswith(f"{package}.") and name in vars(each)]
+        found = min(inner, key=lambda module: module.__name__.count("."), default=found)
+    return operator.attrgetter(name)(found)
+
+
 def _report_card(options: argparse.Namespace, model: nn.Module, image_shape: tuple[int, ...]) -> None:
     """Print a row for each engine and precision when it is known."""
     found = []
+    card = describe_card(options.card)
     if not options.json:
         print(f"{options.model} on {'×'.join(map(str, image_shape))}, optimizer {options.optimizer};")
         asked = "" if options.batch_size is None else f"{f'batch of {options.batch_size:,}':>18}"
-        print(f"{describe_card(options.card)}\n")
+        print(f"{card}\n")
         print(f"{'engine':12}{'precision':12}{'largest batch':>14}{'peak':>12}{asked}", flush=True)
     engines = ["plain", "shared"] if options.engine is True else [options.engine]
     precisions = [options.precision] if options.precision else ["float32", "bf16"]
@@ -140,7 +151,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="efficient-densenet memory", description="The memory of a training step, without running it."
     )
-    parser.add_argument("model", help="a model of the zoo, or module:function, as torchvision.models:densenet121")
+    parser.add_argument("model", help="a model of the zoo, or module:function, as torchvision:densenet121")
     parser.add_argument("--batch_size", type=int, help="images in a step; by default 64, or with --card the largest")
     parser.add_argument(
         "--image_size", type=int, nargs="+", help="one number for all sides, or each; by default of the model's data"
