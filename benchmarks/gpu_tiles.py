@@ -277,25 +277,19 @@ def measure(convolution: Convolution, share: tuple[int, int] | None = None) -> I
             compiled.append(original(*arguments))
             return compiled[-1]
 
-        described = " ".join(f"{name.removeprefix('BLOCK_').lower()}={value}" for name, value in _items(tile))
+        settings = tile if isinstance(tile, dict) else tile._asdict()
+        described = " ".join(f"{name.removeprefix('BLOCK_').lower()}={value}" for name, value in settings.items())
         try:
             with mock.patch.object(launch, "_launch_by_triton", record):
                 convolution.launch(tile)
-            kernel = next((each for each in compiled if _name(each) == convolution.name.split()[0]), None)
+            named = {getattr(getattr(each, "metadata", None), "name", ""): each for each in reversed(compiled)}
+            kernel = named.get(convolution.name.split()[0])
             if kernel is not None:
                 described += f"  {kernel.n_regs} registers, {kernel.n_spills} spills, {kernel.metadata.shared} shared"
             if not share:
                 yield microseconds(lambda tile=tile: convolution.launch(tile)), described + ("  *" if i == 0 else "")
         except Exception as error:
             yield float("inf"), f"{described}: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
-def _name(compiled: Any) -> str:
-    return getattr(getattr(compiled, "metadata", None), "name", "")
-
-
-def _items(tile: Tile) -> list[tuple[str, Any]]:
-    return list((tile if isinstance(tile, dict) else tile._asdict()).items())
 
 
 def main() -> None:

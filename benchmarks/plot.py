@@ -12,7 +12,7 @@ import csv
 import hashlib
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def _plot_sweep(rows: list[results.Row], position: Callable[[results.Row], int],
     axes = figure.subplots()
     ends = {}
     for method in dict.fromkeys(row["method"] for row in rows):
-        points = sorted((position(row), _mib(row)) for row in rows if row["method"] == method)
+        points = sorted((position(row), float(row["tensor_peak_mib"])) for row in rows if row["method"] == method)
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=COLORS[method])
         ends[method] = points[-1]
     axes.set(xlabel=label, ylabel="tensor peak of a step, MiB")
@@ -207,24 +207,17 @@ def _label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
 
 
 def _title(rows: list[results.Row]) -> str:
+    """The model and the batch size that all rows have in common, and where they were measured."""
     first = rows[0]
-    device = f"{first['threads']} CPU threads" if first["device"] == "cpu" else first["device_name"]
-    return f"{', '.join(_common_settings(rows))}, {device}, PyTorch {first['torch'].split('+')[0]}"
-
-
-def _common_settings(rows: Iterable[results.Row]) -> list[str]:
-    """Return the model and the batch size that all rows have in common."""
     models, batches = ({row[name] for row in rows} for name in ("model", "batch_size"))
-    model = models.pop() if len(models) == 1 else "DenseNet-BC, growth rate 12"
-    return [model, f"batch {batches.pop()}"] if len(batches) == 1 else [model]
+    common = models.pop() if len(models) == 1 else "DenseNet-BC, growth rate 12"
+    common += f", batch {batches.pop()}" if len(batches) == 1 else ""
+    device = f"{first['threads']} CPU threads" if first["device"] == "cpu" else first["device_name"]
+    return f"{common}, {device}, PyTorch {first['torch'].split('+')[0]}"
 
 
 def _properties(row: results.Row) -> tuple[str, ...]:
     return row["precision"], row["layout"], row["allocator"]
-
-
-def _mib(row: results.Row) -> float:
-    return float(row["tensor_peak_mib"])
 
 
 if __name__ == "__main__":

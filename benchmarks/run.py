@@ -4,11 +4,9 @@
     python benchmarks/run.py --allocator tcmalloc                      an allocator that keeps its pages, best for plain
     python benchmarks/run.py --precision float32,bf16 --layout channels_last --methods plain,shared
     python benchmarks/run.py --inference                               a forward in eval mode without gradients
-    python benchmarks/run.py --batch_size 2 --image_size 8 --threads 1 the host's time: hardly anything is computed
     python benchmarks/run.py --sweep depth                             memory only, for the figures
     python benchmarks/run.py --sweep devices                           batches 4, 256, 512 on one device and on two
-    python benchmarks/run.py --sweep users                             X-rays, volumes, a label for every pixel
-    python benchmarks/run.py --sweep users --card_gb 8,16              the same on a GPU that has no more memory
+    python benchmarks/run.py --sweep users --card_gb 8,16              X-rays, volumes, pixels; on a GPU as if it had 8 GB
     python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
 
 Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
@@ -166,8 +164,6 @@ def run(
                     raise ValueError(f"{preload} was preloaded, but the workers do not use it: is it an allocator?")
                 path = target / f"{results.stem(setting, plain.device_name, sweep)}.csv"
                 _write(setting, comparison.measurements, path, missing)
-    if sweep == "devices" and device == "cpu":
-        print("one GPU and two GPUs: n/a, they were not asked for or are not there")
     if too_large:
         raise ValueError(f"results differ by more than rounding: {', '.join(too_large)}")
 

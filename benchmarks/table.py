@@ -199,18 +199,15 @@ def _read(path: Path) -> list[results.Row]:
 def _cells(row: results.Row) -> list[str]:
     peak = row["tensor_peak_mib"] and f"{round(float(row['tensor_peak_mib'])):,} MiB"
     seconds = row["step_s_median"] and _seconds(float(row["step_s_median"]))
+    failure = row["note"] if row["note"] in ("", OUT_OF_MEMORY) else "failed"
     shape = "×" + row["image_size"].replace("x", "×") if "x" in row["image_size"] else ""
     return [
         f"{row['model']}, {row['batch_size']}{shape}",
         f"`{row['method']}`",
         devices(row),
-        _failure(row["note"]) or _with_ratio(peak, row["tensor_peak_over_plain"]),
+        failure or _with_ratio(peak, row["tensor_peak_over_plain"]),
         _with_ratio(seconds, row["time_over_plain_median"]),
     ]
-
-
-def _failure(note: str) -> str:
-    return note if note in ("", OUT_OF_MEMORY) else "failed"
 
 
 def devices(row: results.Row) -> str:
