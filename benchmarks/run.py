@@ -6,7 +6,7 @@
     python benchmarks/run.py --inference                               a forward in eval mode without gradients
     python benchmarks/run.py --sweep depth                             memory only, for the figures
     python benchmarks/run.py --sweep devices                           batches 4, 256, 512 on one device and on two
-    python benchmarks/run.py --sweep users --card_gb 8,16              X-rays, volumes, pixels; on a GPU as if it had 8 GB
+    python benchmarks/run.py --sweep users --card_gb 8,16              X-rays, volumes, pixels; a GPU as if it had 8 GB
     python benchmarks/run.py --what check                              are the gradients right? beside plain in float64
 
 Each method runs in a fresh process. First its memory is measured: the tensor peak is the maximum of allocated tensor
