@@ -53,12 +53,16 @@ def _check_bits(image: Image.Image) -> None:
 def _dicom(path: str | Path, with_pixels: bool = True) -> Any:
     need("pydicom")
     import pydicom
+    from pydicom.pixels import get_decoder
 
     data = pydicom.dcmread(path, stop_before_pixels=not with_pixels)
     if int(data.get("NumberOfFrames") or 1) > 1:
         raise ValueError(f"it has {data.NumberOfFrames} frames, but one picture a file is needed")
     if (kind := data.get("PhotometricInterpretation")) not in ("MONOCHROME1", "MONOCHROME2"):
         raise ValueError(f"its photometric interpretation is {kind}, but must be MONOCHROME1 or MONOCHROME2")
+    syntax = data.file_meta.TransferSyntaxUID
+    if syntax.is_compressed and not get_decoder(syntax).is_available:
+        raise ValueError(f"compressed as {syntax.name}, for which no decoder is installed: pip install pylibjpeg[all]")
     return data
 
 

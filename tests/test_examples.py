@@ -279,7 +279,7 @@ def test_xrays_of_sixteen_bits_keep_their_levels(tmp_path, capsys):
     assert "48.8% are black" in capsys.readouterr().out
 
 
-def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
+def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path, monkeypatch):
     images, options = load("xray_images"), xray_options(tmp_path)
     cases = {
         "plain": ({}, RAMP / 4095),
@@ -306,6 +306,15 @@ def test_dicom_files_are_scaled_windowed_and_inverted(tmp_path):
     write_dicom(tmp_path / "color.dcm", RAMP, PhotometricInterpretation="PALETTE COLOR")
     with pytest.raises(ValueError, match="is PALETTE COLOR, but must be MONOCHROME1"):
         images.read(tmp_path / "color.dcm", options)
+    pydicom = importlib.import_module("pydicom")
+    compressed = pydicom.dcmread(tmp_path / "plain.dcm")
+    compressed.compress(pydicom.uid.RLELossless)
+    compressed.save_as(tmp_path / "rle.dcm")
+    images.check_header(tmp_path / "rle.dcm")
+    np.testing.assert_allclose(images.read(tmp_path / "rle.dcm", options)[0].numpy(), RAMP / 4095, atol=1e-6)
+    monkeypatch.setattr("pydicom.pixels.get_decoder", lambda syntax: argparse.Namespace(is_available=False))
+    with pytest.raises(ValueError, match="compressed as RLE Lossless, for which no decoder is installed"):
+        images.check_header(tmp_path / "rle.dcm")
 
 
 def _table(columns: str, *rows: str) -> Change:
