@@ -44,7 +44,7 @@ class Backward:
         self.needs_grad_input, *self.needs_grad = inputs.needs_grad
         self.needs_grad_input |= spec.skip > 0 and self.needs_grad[-1]
         self.needs_grads = norm_convs(self.needs_grad)
-        self.dropout_masks, self.bottlenecks = list(saved.dropout_masks), list(saved.bottlenecks)
+        self.dropout_masks, self.bottlenecks = saved.dropout_masks, list(saved.bottlenecks)
         self.codes = saved.codes
         self.grads: list[Tensor | None] = [None] * len(saved.parameters)
         self.next_bottleneck: Conv1x1 | None = None
@@ -133,7 +133,7 @@ class Backward:
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         first, last = norms.start, norms.stop - 1
         if layer.drop_rate:
-            drop_(grad_output, self.dropout_masks.pop(), layer.drop_rate)
+            drop_(grad_output, self.dropout_masks, i, layer.drop_rate)
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:

@@ -11,7 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .masks import drop_, unpack
+from .masks import drop_
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
@@ -24,7 +24,7 @@ class StageInputs(NamedTuple):
         x: the stage's input.
         parameters: four for each norm, as in `NormConv`, then the place of skipped channels in autograd's graph.
         running_statistics: running_mean and running_var of each frozen norm.
-        dropout_masks: the bits of what dropout keeps of (pixels, channels), for each layer with it and the consumer.
+        dropout_masks: what dropout keeps of (pixels, channels): bits of the layers' outputs, bytes of the consumer's.
         stored: x as the features of an earlier stage and, unless the norms are frozen, their statistics; or features in
             which the skipped channels are stored; else empty.
         skipped: the statistics of the skipped channels, unless the norms are frozen.
@@ -53,7 +53,7 @@ class Forward:
         if inputs.skipped:
             self.statistics.copy_skipped(*inputs.skipped)
         self.tensors = norm_convs(converted_weights(inputs.parameters, spec.torch_dtype, self.kernels))
-        self.running, self.dropout_masks = iter(inputs.running_statistics), iter(inputs.dropout_masks)
+        self.running = iter(inputs.running_statistics)
         self.bottlenecks: list[Tensor] = []
         self.bottleneck: Tensor | None = None
         self.codes: Tensor | None = None
@@ -111,7 +111,7 @@ class Forward:
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        return drop_(output, next(self.dropout_masks), layer.drop_rate), None, None
+        return drop_(output, self.inputs.dropout_masks, i, layer.drop_rate), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
         """The input of the 3×3 convolution. `input` is the input of the 1×1 convolution, after norm `number`.
@@ -151,8 +151,7 @@ class Forward:
             output, shape = self.kernels.pooled_conv1x1_forward(conv), halved(self.shape)
         elif consumer.max_pools:
             conv = ImageConv(input, tensors.conv_weight.flatten(1), self.shape)
-            size = self.shape.numel(), len(tensors.conv_weight)
-            mask = unpack(next(self.dropout_masks), *size) if consumer.drop_rate else None
+            mask = self.inputs.dropout_masks[-1] if consumer.drop_rate else None
             pooled = MaxPooled(self.kernels, conv, consumer.drop_rate)
             output, self.codes = pooled.forward(tensors.conv_bias, mask)
             tensors, shape = tensors._replace(conv_bias=None), halved(self.shape)

@@ -1,34 +1,33 @@
-"""Dropout's masks as bits: an eighth of the memory that they take as bytes."""
+"""Dropout's masks: of a stage's layers as bits, an eighth of the memory that they take as bytes."""
 
-import math
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-
-def pack(mask: Tensor) -> Tensor:
-    """The bits of a mask of any shape. Bit k of a byte is of the k-th eighth, so that all are written side by side."""
-    flat = mask.reshape(-1).to(torch.uint8)
-    if len(flat) % 8:
-        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
-    return (flat.view(8, -1) << _shifts(flat)).sum(0, dtype=torch.uint8)
+PER_BYTE = 8
+"""Layer i has bit i % 8 of the bytes, (pixels, channels), of eight layers."""
 
 
-def unpack(bits: Tensor, *shape: int) -> Tensor:
-    """The mask of this shape that `pack` was given, as numbers 0 and 1: a recorded run cannot read them as booleans."""
-    flat = (bits >> _shifts(bits)).bitwise_and_(1).view(-1)
-    return flat[: math.prod(shape)].view(shape)
+def drawn(images: Tensor, dropout: Callable[[Tensor, float], Tensor], drop_rate: float) -> Tensor:
+    """What `dropout` keeps of images like these, with the random numbers that it draws for them. On a CPU PyTorch's
+    dropout draws them as here, but multiplies three tensors in their dtype besides."""
+    if dropout is F.dropout and drop_rate < 1 and images.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.empty_like(images, dtype=torch.uint8).bernoulli_(1 - drop_rate)
+    return dropout(torch.ones_like(images), drop_rate) != 0
 
 
-def drop_(values: Tensor, bits: Tensor, drop_rate: float) -> Tensor:
-    """Dropout in place of a layer's output or of its gradient, (pixels, channels)."""
-    return values.mul_(unpack(bits, *values.shape)).mul_(scale(drop_rate))
+def kept(masks: Sequence[Tensor], i: int) -> Tensor:
+    """The mask of layer i as numbers 0 and 1: a recorded run cannot read them as booleans."""
+    return (masks[i // PER_BYTE] >> i % PER_BYTE).bitwise_and_(1)
+
+
+def drop_(values: Tensor, masks: Sequence[Tensor], i: int, drop_rate: float) -> Tensor:
+    """Dropout in place of the output of layer i or of its gradient, (pixels, channels)."""
+    return values.mul_(kept(masks, i)).mul_(scale(drop_rate))
 
 
 def scale(drop_rate: float) -> float:
     """What dropout multiplies the values with that it keeps."""
     return 1 / (1 - drop_rate or 1)
-
-
-def _shifts(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)[:, None]

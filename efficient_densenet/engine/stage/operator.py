@@ -41,7 +41,7 @@ class StageOperator(Operator):
         features, statistics, *rest = *inputs.stored, *computed
         count = rest.pop(0) if spec.has_count else None
         codes = rest.pop(0) if spec.consumer is not None and spec.consumer.max_pools else None
-        masks = inputs.dropout_masks[: sum(layer.drop_rate > 0 for layer in spec.layers)]
+        masks = inputs.dropout_masks[: spec.num_masks]
         return SavedStage(features, statistics, count, codes, rest, masks, inputs.parameters)
 
     def gradients(self, spec: StageSpec, inputs: BackwardInputs) -> Sequence[Tensor | None]:

@@ -23,7 +23,7 @@ from ..operator import Connected, are_ordinary, run_operator
 from ..parts import BlockParts, ConsumerParts, Place, activation_spec, place_of
 from ..sharded import run_inside
 from .forward import StageInputs
-from .masks import pack
+from .masks import PER_BYTE, drawn
 from .operator import STAGE
 from .running_statistics import NormUpdate, RunningStatistics
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, StageSpec
@@ -151,24 +151,28 @@ class StagePlan:
         return tuple(results[:count])
 
     def _dropout_masks(self, x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """For each layer with dropout, and the consumer, the bits of a mask of the kept values. It is drawn by dropout
-        of ones, in the shape and the memory format of the plain layer's output: its random numbers are the plain
-        layer's."""
+        """What dropout keeps of each layer's output, as bits, and of the consumer's, as bytes. It is drawn in the shape
+        and the memory format of the plain layer's output: its random numbers are the plain layer's."""
         if not self.dropouts:
             return []
-        masks, formats = [], [self.spec.memory_format(x)] * (len(self.spec.layers) + 1)
+        shape, num_layers = torch.Size([len(x), *x.shape[2:]]), len(self.spec.layers)
+        formats = [self.spec.memory_format(x)] * (num_layers + 1)
         with torch.no_grad():
             if not torch.compiler.is_compiling() and are_ordinary(x) and x.device.type != "meta":
                 weights = tensors[2::PER_NORM]
                 layouts = tuple((weight.shape, weight.stride()) for weight in weights if weight is not None)
                 flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.enabled, torch.get_num_threads()
                 formats = _output_formats(self.spec, x.shape, x.device, layouts, flags)
+            size = shape.numel(), self.spec.growth_rate
+            masks = [torch.zeros(size, dtype=torch.uint8, device=x.device) for _ in range(self.spec.num_masks)]
             for i, dropout, drop_rate in self.dropouts:
-                is_layer = i < len(self.spec.layers)
-                channels = self.spec.growth_rate if is_layer else len(cast(Tensor, tensors[2 - PER_NORM]))
-                size = x.shape[0], channels, *x.shape[2:]
-                ones = torch.empty(size, dtype=self.spec.torch_dtype, device=x.device, memory_format=formats[i])
-                masks.append(pack(to_pixel_matrix(dropout(ones.fill_(1), drop_rate) != 0)))
+                channels = self.spec.growth_rate if i < num_layers else len(cast(Tensor, tensors[2 - PER_NORM]))
+                size, options = (len(x), channels, *x.shape[2:]), {"dtype": self.spec.torch_dtype, "device": x.device}
+                kept = drawn(torch.empty(size, memory_format=formats[i], **options), dropout, drop_rate)
+                if i < num_layers:
+                    to_spatial(masks[i // PER_BYTE], shape).add_(kept, alpha=1 << i % PER_BYTE)
+                else:
+                    masks.append(to_pixel_matrix(kept).to(torch.uint8))
         return masks
 
 

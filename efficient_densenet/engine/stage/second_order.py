@@ -13,7 +13,7 @@ from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..operator import Connected
-from .masks import scale, unpack
+from .masks import kept, scale
 from .max_pooled import at_codes
 from .spec import SKIPPED, ConsumerSpec, SavedStage, StageSpec, norm_convs
 
@@ -33,7 +33,6 @@ class PlainStage:
     def __init__(self, spec: StageSpec, saved: SavedStage, parameters: Sequence[Tensor | None]) -> None:
         self.spec, self.saved, self.tensors = spec, saved, norm_convs(parameters)
         self.edge = parameters[-1]
-        self.dropout_masks = iter(saved.dropout_masks)
 
     def run(self, x: Tensor) -> list[Tensor]:
         features = [x]
@@ -70,8 +69,7 @@ class PlainStage:
         x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
-            pixels = self.saved.features.shape[0]
-            mask = to_spatial(unpack(next(self.dropout_masks), pixels, x.shape[1]), torch.Size([len(x), *x.shape[2:]]))
+            mask = to_spatial(kept(self.saved.dropout_masks, i), torch.Size([len(x), *x.shape[2:]]))
             x = x * mask * scale(layer.drop_rate)
         return x
 

@@ -17,6 +17,7 @@ from ..._compilers import constant_to_compilers
 from ..._tensors import CHANNELS_LAST
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import MEAN
+from .masks import PER_BYTE
 
 
 class LayerSpec(NamedTuple):
@@ -230,6 +231,11 @@ class StageSpec:
     def segment_columns(self, segment: int) -> slice:
         """The columns of a segment in the features, and in the matrix of statistics unless their norms are frozen."""
         return self.order.slice(*self.channels_of(segment))
+
+    @property
+    def num_masks(self) -> int:
+        """How many bytes a value has for the bits of dropout's masks, one for each layer."""
+        return -(-len(self.layers) // PER_BYTE) if any(layer.drop_rate for layer in self.layers) else 0
 
     @property
     def consumer_norm(self) -> int:
