@@ -18,14 +18,16 @@ def drawn(images: Tensor, dropout: Callable[[Tensor, float], Tensor], drop_rate:
     return dropout(torch.ones_like(images), drop_rate) != 0
 
 
-def kept(masks: Sequence[Tensor], i: int) -> Tensor:
-    """The mask of layer i as numbers 0 and 1: a recorded run cannot read them as booleans."""
-    return (masks[i // PER_BYTE] >> i % PER_BYTE).bitwise_and_(1)
+def bits(masks: Sequence[Tensor], i: int) -> tuple[Tensor, int]:
+    """The mask of layer i as zeros and a power of two, and this power. A recorded run cannot read them as booleans."""
+    bit = 1 << i % PER_BYTE
+    return masks[i // PER_BYTE].bitwise_and(bit), bit
 
 
 def drop_(values: Tensor, masks: Sequence[Tensor], i: int, drop_rate: float) -> Tensor:
     """Dropout in place of the output of layer i or of its gradient, (pixels, channels)."""
-    return values.mul_(kept(masks, i)).mul_(scale(drop_rate))
+    kept, bit = bits(masks, i)
+    return torch.addcmul(values.new_zeros(()), values, kept, value=scale(drop_rate) / bit, out=values)
 
 
 def scale(drop_rate: float) -> float:

@@ -74,9 +74,10 @@ def _pooled(images: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor]:
     """The largest value of each window and its code. As in PyTorch, this is the first of equal ones, and a NaN (of
     several the last one) is larger than any number."""
     places = list(_places(images))
-    codes = [torch.full_like(place, code, dtype=torch.uint8) for code, place in places]
-    if kept is not None:  # 0 less 1 is 255, whatever the code
-        codes = [(place - 1).bitwise_or_(code) for code, place in _places(kept)]
+    if kept is None:
+        codes = [torch.full_like(place, code, dtype=torch.uint8) for code, place in places]
+    else:  # 0 less 1 is 255, whatever the code
+        codes = [place.bitwise_or(code) for code, place in _places(kept - 1)]
     (_, maxima), best = places[0], codes[0]
     for (_, place), code in zip(places[1:], codes[1:], strict=True):
         is_larger = (place > maxima).logical_or_(place != place)

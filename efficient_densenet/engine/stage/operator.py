@@ -56,7 +56,7 @@ class StageOperator(Operator):
 
     def input_values(self, spec: StageSpec, shape: torch.Size, saved: SavedStage) -> Tensor:
         """From the features, whose first channels they are."""
-        return to_spatial(spec.values(saved.features, saved.statistics, 0), shape)
+        return to_spatial(spec.values(saved.features, saved.statistics, spec.segment_columns(0)), shape)
 
     def plain(self, spec: StageSpec, saved: SavedStage, x: Tensor, *parameters: Tensor | None) -> list[Tensor]:
         return PlainStage(spec, saved, parameters).run(x)

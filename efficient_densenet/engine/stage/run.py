@@ -186,8 +186,8 @@ class StoredOutput(NamedTuple):
 
     def images(self, edge: Tensor | None = None) -> Tensor:
         """The output, for modules that cannot read it where it is; with its place in autograd's graph."""
-        segments = range(self.spec.new_features_only, len(self.spec.layers) + 1)
-        values = torch.cat([self.spec.values(self.features, self.statistics, each) for each in segments], 1)
+        order, first = self.spec.order, self.spec.output_order.first
+        values = self.spec.values(self.features, self.statistics, order.slice(first, order.total))
         images = to_spatial(values if edge is None else Connected.apply(edge, values), self.shape)
         return images.contiguous(memory_format=self.spec.memory_format(images))
 

@@ -13,7 +13,7 @@ from ..._dimensions import dimensions_of
 from ...kernels.interface import INV_STD, MEAN
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ..operator import Connected
-from .masks import kept, scale
+from .masks import bits, scale
 from .max_pooled import at_codes
 from .spec import SKIPPED, ConsumerSpec, SavedStage, StageSpec, norm_convs
 
@@ -37,7 +37,7 @@ class PlainStage:
     def run(self, x: Tensor) -> list[Tensor]:
         features = [x]
         if self.spec.skip:
-            values = self.spec.values(self.saved.features, self.saved.statistics, SKIPPED)
+            values = self.spec.values(self.saved.features, self.saved.statistics, self.spec.segment_columns(SKIPPED))
             features.append(to_spatial(Connected.apply(self.edge, values), torch.Size([x.shape[0], *x.shape[2:]])))
         for i in range(len(self.spec.layers)):
             new = self._layer(i, self._concatenated(features))
@@ -69,8 +69,8 @@ class PlainStage:
         x = (layer.activation2 if layer.width else layer.activation1).forward(x)
         x = self._convolve(x, tensors.conv_weight, tensors.conv_bias, layer.dilation)
         if layer.drop_rate:
-            mask = to_spatial(kept(self.saved.dropout_masks, i), torch.Size([len(x), *x.shape[2:]]))
-            x = x * mask * scale(layer.drop_rate)
+            kept, bit = bits(self.saved.dropout_masks, i)
+            x = x * to_spatial(kept, torch.Size([len(x), *x.shape[2:]])) * (scale(layer.drop_rate) / bit)
         return x
 
     def _consumer(self, consumer: ConsumerSpec, x: Tensor) -> Tensor:

@@ -199,9 +199,8 @@ class StageSpec:
         """The stage's columns of the matrix of features."""
         return features[:, self.room[0] : self.room[0] + self.order.total] if self.room else features
 
-    def values(self, features: Tensor, statistics: Tensor, segment: int) -> Tensor:
-        """What is stored of a segment, by the statistics of the stage's columns."""
-        columns = self.segment_columns(segment)
+    def values(self, features: Tensor, statistics: Tensor, columns: slice) -> Tensor:
+        """What is stored in some of the stage's columns, by the statistics of these."""
         values = self.own(features)[:, columns]
         return values if self.frozen else (values + statistics[MEAN, columns]).to(values.dtype)
 

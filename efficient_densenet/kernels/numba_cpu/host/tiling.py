@@ -71,7 +71,8 @@ def halo(shape: torch.Size, dilation: int) -> int:
 
 
 def for_forward(rows: int, weight: Tensor, has_statistics: bool, window: int = 1, halo: int = 0) -> Tiles:
-    """The tiles of `rows` rows of the input of a convolution's forward. With a halo, products for all taps come first.
+    """The tiles of `rows` rows of the input of a convolution's forward. With a halo, products for all taps come first,
+    of a halo more than a tile needs: once for so many rows, what the next tile needs is copied to the front.
 
     Two neighboring threads both compute the halo between them: fewer threads run if it exceeds a quarter of a thread's
     rows, to which packing adds. A narrow output is rounded from a buffer: of the product or, with a halo, of one row's
@@ -89,7 +90,7 @@ def for_forward(rows: int, weight: Tensor, has_statistics: bool, window: int = 1
         per_row += padded_stride(columns, itemsize)
     tile_rows = _tile_rows(threads, rows, per_row * itemsize, window)
     return _tiles(
-        *(threads, tile_rows, itemsize, tile_rows * per_row + 2 * halo * columns + row_sums),
+        *(threads, tile_rows, itemsize, tile_rows * per_row + 3 * halo * columns + row_sums),
         panels=in_channels * columns,
         partials=STATISTICS_ROWS * out_channels if has_statistics else 0,
         vectors=2 * in_channels,

@@ -123,11 +123,11 @@ def conv3x3_forward(record):
     barrier(args.openmp)
     for start in range(first, last, tile):
         stop = min(start + tile, last)
-        if start - halo > origin:  # earlier products are no longer needed
+        end = min(args.rows, stop + halo)
+        if end - origin > tile + 3 * halo:  # no room: earlier products than of `halo` rows are no longer needed
             needed = offset(products, (start - halo - origin) * columns, zero)
             copy(needed, products, (done - start + halo) * columns, zero)
             origin = start - halo
-        end = min(args.rows, stop + halo)
         while done < end:
             rows, output = min(tile, end - done), offset(products, (done - origin) * columns, zero)
             affine_activation(conv.input, done, done + rows, activation, conv.weight.operand, zero)
