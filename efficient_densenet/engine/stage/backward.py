@@ -21,7 +21,7 @@ from ...kernels.portable import to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
 from ..operator import BackwardInputs
 from .forward import conv1x1, converted_weights
-from .masks import drop_
+from .masks import bits, drop_
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, SKIPPED, ConsumerSpec, LayerSpec, SavedStage, StageSpec, norm_convs
 from .statistics import BackwardStatistics
@@ -133,7 +133,8 @@ class Backward:
         layer, norms = self.spec.layers[i], self.spec.layer_norms[i]
         first, last = norms.start, norms.stop - 1
         if layer.drop_rate:
-            drop_(grad_output, self.dropout_masks, i, layer.drop_rate)
+            mask, bit = bits(self.dropout_masks, i)
+            drop_(grad_output, mask, layer.drop_rate, bit)
         if self.needs_grads[last].conv_bias:
             self._store_bias(last, grad_output.sum(0, dtype=self.statistics.dtype))
         if not layer.width:

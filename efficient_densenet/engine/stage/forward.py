@@ -11,7 +11,7 @@ from ...kernels import kernels_for
 from ...kernels.activations import ActivationSpec
 from ...kernels.interface import AffineInput, Conv1x1, ImageConv, Kernels, StatisticsOutput
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
-from .masks import drop_
+from .masks import bits, drop_
 from .max_pooled import MaxPooled
 from .spec import PER_NORM, ConsumerSpec, LayerSpec, NormConv, StageSpec, norm_convs
 from .statistics import ForwardStatistics
@@ -111,7 +111,8 @@ class Forward:
         if not layer.drop_rate:
             return output, None, last.conv_bias
         output = output if last.conv_bias is None else output.add_(last.conv_bias)
-        return drop_(output, self.inputs.dropout_masks, i, layer.drop_rate), None, None
+        mask, bit = bits(self.inputs.dropout_masks, i)
+        return drop_(output, mask, layer.drop_rate, bit), None, None
 
     def _bottleneck(self, layer: LayerSpec, number: int, input: AffineInput) -> AffineInput:
         """The input of the 3×3 convolution. `input` is the input of the 1×1 convolution, after norm `number`.

@@ -24,10 +24,9 @@ def bits(masks: Sequence[Tensor], i: int) -> tuple[Tensor, int]:
     return masks[i // PER_BYTE].bitwise_and(bit), bit
 
 
-def drop_(values: Tensor, masks: Sequence[Tensor], i: int, drop_rate: float) -> Tensor:
-    """Dropout in place of the output of layer i or of its gradient, (pixels, channels)."""
-    kept, bit = bits(masks, i)
-    return torch.addcmul(values.new_zeros(()), values, kept, value=scale(drop_rate) / bit, out=values)
+def drop_(values: Tensor, mask: Tensor, drop_rate: float, bit: int = 1) -> Tensor:
+    """Dropout in place of a layer's output or of its gradient, (pixels, channels); the mask is 0 or `bit`."""
+    return torch.addcmul(values.new_zeros(()), values, mask, value=scale(drop_rate) / bit, out=values)
 
 
 def scale(drop_rate: float) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels.interface import BatchNormBackward, Conv1x1, GradAccumulator, Gradients, ImageConv, Kernels
 from ...kernels.portable import halved, to_pixel_matrix, to_spatial
 from ...kernels.row_tiles import tiles
-from .masks import scale
+from .masks import drop_, scale
 
 
 class MaxPooled(NamedTuple):
@@ -36,7 +36,7 @@ class MaxPooled(NamedTuple):
             if bias is not None:
                 values.add_(bias)
             if mask is not None:
-                values.mul_(mask[tile]).mul_(scale(self.drop_rate))
+                drop_(values, mask[tile], self.drop_rate)
             images, kept = to_spatial(values, shape), None if mask is None else to_spatial(mask[tile], shape)
             output[pooled], codes[pooled] = map(to_pixel_matrix, _pooled(images, kept))
         return output, codes
