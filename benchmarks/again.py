@@ -1,6 +1,6 @@
 """Measure again what the pages show of this processor, and make their tables and figures from it.
 
-    python benchmarks/again.py                  about 35 minutes on two quiet cores
+    python benchmarks/again.py                  about an hour on two slow cores
     python benchmarks/again.py --only crossover
 
 The tree must be clean, since the captions name its commit. What that commit has measured already is left out: so an

@@ -246,8 +246,14 @@ def test_ends_of_a_skip_connection_that_differ_or_are_seen_equal_plain(case):
         assert_same_step(efficient, plain, _images(9, 10))
 
 
+def _without_hooks_for_saved_tensors(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none are wanted"):
+        return model(x)
+
+
 RUNS = {
     "saved tensors elsewhere": _offloaded,
+    "hooks for saved tensors forbidden": _without_hooks_for_saved_tensors,
     "a checkpoint": partial(_checkpointed, use_reentrant=False),
     "a reentrant checkpoint": partial(_checkpointed, use_reentrant=True),
     "a dispatch mode": _seen_by_a_mode,
@@ -306,6 +312,22 @@ def test_what_is_upsampled_is_not_saved(monkeypatch):
     loss = model(_images(16, 16)).sum()
     assert [each.expired() for each in storages] == [True, True]
     loss.backward()
+
+
+@pytest.mark.parametrize("place", ["a hook before the convolution", "its forward", "the transition's method"])
+def test_what_is_upsampled_may_be_changed_in_place(place):
+    plain, images = _small(), _images(16, 16)
+    ours = copy.deepcopy(plain).set_engine("shared")
+    for model in plain, ours:
+        transition = model.features.transition3
+        if place.startswith("a hook"):
+            transition.conv.register_forward_pre_hook(lambda _, inputs: (inputs[0].mul_(2),))
+        elif place == "its forward":
+            transition.conv.forward = partial(lambda forward, x: forward(x.mul_(2)), transition.conv.forward)
+        else:
+            transition.upsampled = partial(lambda method, x, size: method(x.mul_(2), size), transition.upsampled)
+        backward(model, images)
+    assert_same_gradients(ours, plain)
 
 
 def test_a_graph_that_is_kept_gives_its_gradients_again():

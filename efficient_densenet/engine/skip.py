@@ -5,6 +5,7 @@ ones of the block on the way up. This one writes its own columns, and reads the 
 known. Nothing is concatenated, and the gradient of the skipped channels returns as that of any output.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._tensors import device_type
-from .._torch_private import has_saved_tensors_hooks
+from .._torch_private import has_saved_tensors_hooks, saved_tensors_hooks_enabled
 from . import choose, plan
 from .limits import must_be_called
 from .network import run_sequence
@@ -54,13 +55,16 @@ def run_up(
 
 
 def _upsampled(transition: Any, x: Tensor, size: Sequence[int]) -> Tensor:
-    """What `transition` makes of x. For its backward x is not saved: it is read where its block has stored it."""
-    stored, own = stored_output(x), (x.data_ptr(), x.shape)
-    if stored is None or has_saved_tensors_hooks():
+    """What `transition` makes of x. For its backward x is not saved: it is read where its block has stored it, unless a
+    hook or a forward of the user's has changed it in place."""
+    stored, own, reference = stored_output(x), (x.data_ptr(), x.shape), weakref.ref(x)
+    if stored is None or has_saved_tensors_hooks() or not saved_tensors_hooks_enabled():
         return transition.upsampled(x, size)
 
     def pack(tensor: Tensor) -> Tensor | None:  # without x, since its node keeps this function
-        return None if (tensor.data_ptr(), tensor.shape) == own else tensor
+        present = reference()
+        is_stored = present is not None and stored_output(present) is not None
+        return None if is_stored and (tensor.data_ptr(), tensor.shape) == own else tensor
 
     def unpack(packed: Tensor | None) -> Tensor:
         return stored.images() if packed is None else packed
