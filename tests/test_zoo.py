@@ -123,15 +123,19 @@ def test_a_type_checker_knows_arguments_and_results(tmp_path):
     """Of pyright, on a script that uses the package."""
     (tmp_path / "script.py").write_text(
         """import torch
-from efficient_densenet import DenseNet, densenet121, fc_densenet103, features
+from efficient_densenet import DenseNet, create_model, densenet121, fc_densenet103, features, make_efficient
 densenet121(num_classs=14)
 densenet121(num_classes="3")
 densenet121().set_engine("sharedd")
+DenseNet(efficient="sharedd")
+make_efficient(DenseNet(), "sharedd")
 reveal_type(features(densenet121(weights="DEFAULT", num_classes=14), (1, 2)).feature_info)
 reveal_type(features(densenet121())(torch.ones(1)))
 reveal_type(DenseNet()(torch.ones(1)))
 reveal_type(densenet121()(torch.ones(1)))
 reveal_type(fc_densenet103()(torch.ones(1)))
+reveal_type(create_model("densenet121")(torch.ones(1)))
+reveal_type(create_model("fc_densenet56"))
 """
     )
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "script.py"]
@@ -139,8 +143,8 @@ reveal_type(fc_densenet103()(torch.ones(1)))
     found = re.findall(
         r"script.py:\d+:\d+ - (?:error: (No parameter|Argument)|.* is \"(.+)\"$)", done.stdout, re.MULTILINE
     )
-    wrong = ["No parameter", "Argument", "Argument"]
-    types = ["FeatureInfo", "tuple[Tensor, ...]", "Tensor", "Tensor", "Tensor"]
+    wrong = ["No parameter", *["Argument"] * 4]
+    types = ["FeatureInfo", "tuple[Tensor, ...]", *["Tensor"] * 4, "FCDenseNet"]
     assert found == [*((error, "") for error in wrong), *(("", name) for name in types)], done.stdout
 
 

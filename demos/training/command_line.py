@@ -1,5 +1,6 @@
 """A function as a command, by fire: its options from a dataclass, and errors as one sentence."""
 
+import difflib
 import inspect
 import io
 import os
@@ -38,7 +39,7 @@ def command(function: Callable, options: type, about: str | None) -> None:
 
 
 def _typed(options: type, doc: str) -> dict[str, Any]:
-    """The options on the command line. Fire refuses words that are none, and shows the help."""
+    """The options on the command line."""
     fire, calls, signature = need("fire", extra="demos"), [], inspect.signature(options)
     hints = get_type_hints(options)  # without what `Annotated` adds
 
@@ -54,7 +55,7 @@ def _typed(options: type, doc: str) -> dict[str, Any]:
     fire.decorators.SetParseFn(_text)(record)
     others = [name for name in signature.parameters if str not in kinds[name]]
     fire.decorators.SetParseFns(**dict.fromkeys(others, fire.parser.DefaultParseValue))(record)
-    words = [_own_word(word) for word in sys.argv[1:]]
+    words = [_own_word(word, list(signature.parameters)) for word in sys.argv[1:]]
     fire.Fire(record, command=["--help"] if {"-h", "--help"} & set(words) else words)
     return calls[0]
 
@@ -63,9 +64,16 @@ ALIASES = {"epochs": "n_epochs", "learning_rate": "lr", "out": "save", "precisio
 """The words of the examples for options of the demos."""
 
 
-def _own_word(word: str) -> str:
-    name, equals, value = word.removeprefix("--").partition("=")
-    return f"--{ALIASES[name]}{equals}{value}" if word.startswith("--") and name in ALIASES else word
+def _own_word(word: str, names: list[str]) -> str:
+    """The word with the demos' name of the option; ValueError for an option that they do not have."""
+    typed, equals, value = word.removeprefix("--").partition("=")
+    if not word.startswith("--") or typed in ("", "help"):
+        return word
+    name = ALIASES.get(typed, typed.replace("-", "_"))
+    if name not in names and name.removeprefix("no") not in names:
+        near = difflib.get_close_matches(name, [*names, *ALIASES], n=1)
+        raise ValueError(f"unknown option {word!r}: {f'did you mean --{near[0]}' if near else 'see --help'}")
+    return f"--{name}{equals}{value}"
 
 
 def _text(typed: str) -> str | bool | None:

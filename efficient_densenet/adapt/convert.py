@@ -12,7 +12,7 @@ from torch import nn
 from .._checks import check_module
 from .._mixins import add_mixin, remove_mixin
 from ..engine import choose, plan
-from ..engine.choose import Engine
+from ..engine.choose import Engine, EngineName
 from ..engine.parts import NoPartsError
 from ..models.layers import DenseBlock
 from .converted import ConvertedBlock, convert_block, restore_block
@@ -44,7 +44,7 @@ Model = TypeVar("Model", bound=nn.Module)
 logger = logging.getLogger(__name__.partition(".")[0])
 
 
-def make_efficient(model: Model, engine: bool | str = True) -> Model:
+def make_efficient(model: Model, engine: bool | EngineName = True) -> Model:
     """Run every dense block in `model` by `engine`, in place, and return `model`.
 
     What was changed, what was not, and why, is in `conversion_report(model)`; a line of it is logged. Where nothing was
@@ -78,7 +78,7 @@ def conversion_report(model: nn.Module) -> Report:
     return report
 
 
-def convert(model: nn.Module, engine: bool | str = True) -> Report:
+def convert(model: nn.Module, engine: bool | EngineName = True) -> Report:
     """Run every dense block in `model` by `engine`, and report it."""
     parsed, report = choose.parse(engine), Report()
     _convert_tree("", model, parsed, report, set())

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ class Engine(str, Enum):
     OFFICIAL = "official"
     CHECKPOINT = "checkpoint"
     SHARED = "shared"
+
+
+EngineName = Literal["best", "plain", "official", "checkpoint", "shared"]
+"""The names of engines; "best", or True, leaves the choice to this module, and False is "plain"."""
 
 
 class BlockPlan(NamedTuple):

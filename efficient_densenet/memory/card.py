@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ..engine.choose import EngineName
 from .budget import batch_that_fits, image_shape, total_memory_of_step
 from .sizes import format_bytes, parse_bytes
 from .step import Loss, MetaModel, OptimizerLike, Precision
@@ -38,7 +39,7 @@ def what_fits(
     image_size: int | Sequence[int],
     card: int | str,
     *,
-    engines: str | Sequence[str] = ("plain", "shared"),
+    engines: EngineName | Sequence[EngineName] = ("plain", "shared"),
     precisions: str | Sequence[Precision] = ("float32", "bf16"),
     batch_size: int | None = None,
     optimizer: OptimizerLike = "sgd",

@@ -196,9 +196,13 @@ class MetaModel:
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(traced).result()
         except (RuntimeError, NotImplementedError) as error:
-            is_too_large = "overflow" in str(error).lower()
-            message = _TOO_LARGE if is_too_large else f"{error}; so the memory of a step is not known"
-            raise ValueError(message) from error
+            if "overflow" in str(error).lower():
+                raise ValueError(_TOO_LARGE) from error
+            shape = "×".join(map(str, x.shape))
+            raise ValueError(
+                f"found a model that does not run on sizes alone, here {shape} ({error}), so the memory of a step is "
+                "not known: give sizes that it takes"
+            ) from error
         return mode
 
     @torch.inference_mode(False)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Literal, TypedDict
 
+from ..engine.choose import EngineName
 from .activations import ActivationFactory
 
 
@@ -14,9 +15,9 @@ class ModelArguments(TypedDict, total=False):
     num_init_features: int
     drop_rate: float
     num_classes: int
-    efficient: bool | str
+    efficient: bool | EngineName
     in_channels: int
-    memory_efficient: bool | str | None
+    memory_efficient: bool | EngineName | None
     dims: int
     activation: str | ActivationFactory
     weights: Any

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType, NoneType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from .._checks import check, integer
 from .._compilers import records_sizes
 from .._extras import need
 from ..engine import choose
+from ..engine.choose import EngineName
 from ..norms.batch_norm import torch_class
 from ..weights.load import WeightsReport
 from .dimensions import NORMS, modules_for
@@ -99,7 +100,7 @@ class DenseModel(nn.Module):
         """The dense block whose feature map is the smallest."""
         raise NotImplementedError
 
-    def set_engine(self: Model, efficient: bool | Literal["plain", "official", "checkpoint", "shared"]) -> Model:
+    def set_engine(self: Model, efficient: bool | EngineName) -> Model:
         """Run every dense block by this engine from now on; nothing else about the model changes."""
         engine = choose.parse(efficient)
         for module in self.modules():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .._checks import check, choice, integer, number
 from .._dimensions import DIMENSIONS
+from ..engine.choose import EngineName
 from .activations import ActivationFactory
 from .base import DenseModel, check_architecture
 from .budget import MemoryBudget
@@ -63,11 +64,11 @@ class DenseNet(DenseModel):
         drop_rate: float = 0.0,
         num_classes: int = 10,
         small_inputs: bool = True,
-        efficient: bool | str = True,
+        efficient: bool | EngineName = True,
         *,
         in_channels: int = 3,
         init: Literal["fan_out", "fan_in"] | None = None,
-        memory_efficient: bool | str | None = None,
+        memory_efficient: bool | EngineName | None = None,
         keep_bottleneck: bool | None = None,
         memory_budget: int | str | None = None,
         dims: int = 2,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .._checks import check, integer, number
 from .._torch_private import has_global_module_hooks
-from ..engine.choose import may_run_engines
+from ..engine.choose import EngineName, may_run_engines
 from ..engine.limits import must_be_called
 from ..engine.skip import run_down, run_up
 from .activations import ActivationFactory, activation_factory
@@ -40,10 +40,10 @@ class FCDenseNet(DenseModel):
         num_init_features: int = 48,
         drop_rate: float = 0.2,
         num_classes: int = 11,
-        efficient: bool | str = True,
+        efficient: bool | EngineName = True,
         *,
         in_channels: int = 3,
-        memory_efficient: bool | str | None = None,
+        memory_efficient: bool | EngineName | None = None,
         dims: int = 2,
         activation: str | ActivationFactory = "relu",
     ) -> None:
@@ -99,7 +99,7 @@ class FCFeatures(nn.Module):
         block_config: Sequence[int],
         num_init_features: int,
         drop_rate: float,
-        efficient: bool | str,
+        efficient: bool | EngineName,
         in_channels: int,
         dims: int,
         activation: str | ActivationFactory = "relu",

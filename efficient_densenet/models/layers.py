@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._torch_private import class_before_fully_shard
 from ..engine import choose, layerwise
+from ..engine.choose import EngineName
 from ..engine.layerwise import RunFirstHalf
 from ..engine.parts import BlockParts, LayerParts, NoPartsError, register_block
 from ..engine.sharded import why_sharded
@@ -80,7 +81,7 @@ class DenseBlock(nn.Module):
         growth_rate: int,
         bn_size: int = 4,
         drop_rate: float = 0.0,
-        efficient: bool | str = True,
+        efficient: bool | EngineName = True,
         keep_bottleneck: bool | None = None,
         dims: int = 2,
         *,

@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 
@@ -54,6 +54,14 @@ FC_VARIANTS: dict[str, dict[str, Any]] = {
 def list_models(pattern: str = "*") -> list[str]:
     """The names of the variants that match a shell pattern such as "densenet_bc_*"."""
     return fnmatch.filter([*VARIANTS, *FC_VARIANTS], pattern)
+
+
+@overload
+def create_model(name: Literal["fc_densenet56", "fc_densenet67", "fc_densenet103"], **arguments: Any) -> FCDenseNet: ...
+
+
+@overload
+def create_model(name: str, **arguments: Any) -> DenseNet: ...
 
 
 def create_model(name: str, *, weights: Any = None, adapt_input: str | None = None, **overrides: Any) -> Any:
