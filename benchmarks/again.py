@@ -2,6 +2,7 @@
 
     python benchmarks/again.py                  about an hour on two slow cores
     python benchmarks/again.py --only crossover
+    python benchmarks/again.py --cifar cifar    and an hour more, in which it trains on a folder of CIFAR-10's images
 
 The tree must be clean, since the captions name its commit. What that commit has measured already is left out: so an
 interrupted run goes on where it was, and a second run changes no file.
@@ -12,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import rows as results
 from options import run_command
@@ -43,16 +45,18 @@ PAGES = "README.md", *sorted(glob.glob("docs/*.md", root_dir=results.ROOT))
 MADE_OF_THEM = ["checkpointing_probes.py", "plot.py", f"table.py --write {','.join(PAGES)}"]
 
 
-def again(only: str = "") -> None:
+def again(only: str = "", cifar: str = "") -> None:
     """Run the commands, say what each takes, and fail where one has failed.
 
     Args:
         only: a text, such as users: the commands in which it stands. Default: all.
+        cifar: a folder of images, on which several engines train, as in `convergence.py`.
     """
     commit, failed = results.commit(), []
     if commit.endswith("+"):
         raise ValueError("found uncommitted changes of what is measured: commit them, since captions name a commit")
-    for command in [each for each in MEASUREMENTS + MADE_OF_THEM if only in each]:
+    training = [f"convergence.py --data {shlex.quote(str(Path(cifar).resolve()))}"] if cifar else []
+    for command in [each for each in MEASUREMENTS + training + MADE_OF_THEM if only in each]:
         print(f"== {command}", flush=True)
         start = time.monotonic()
         program, *options = shlex.split(command)

@@ -1,6 +1,7 @@
 """Each command of benchmarks/ runs on something tiny, and what is committed is what it made."""
 
 import contextlib
+import itertools
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import again
 import communication
 import comparison
+import convergence
 import crossover
 import gpu_counts
 import plot
@@ -25,6 +27,7 @@ import worker
 from comparison import Measurement
 from methods import LAYOUTS, Setting, architecture
 from options import parse_arguments
+from PIL import Image
 
 from efficient_densenet import DenseNet
 from efficient_densenet.engine.recording import programs, slab
@@ -125,6 +128,27 @@ def test_one_command_measures_every_row_of_a_processor(capsys):
         else:
             assert list(results.RESULTS.glob(f"*{Path(program).stem}*.csv")), program
     assert made == {path.name for path in results.RESULTS.glob("cpu_*.csv") if results.read(path)}
+
+
+@pytest.mark.exhaustive
+def test_runs_of_several_engines_are_kept_once_a_commit(tmp_path, monkeypatch):
+    for split, label in itertools.product(("train", "test"), "ab"):
+        (tmp_path / "data" / split / label).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (32, 32), (20 * i, 0, 0)).save(tmp_path / "data" / split / label / f"{i}.png")
+    monkeypatch.setattr(convergence, "SETTINGS", convergence.SETTINGS.replace("40", "10"))
+    monkeypatch.setattr(convergence, "FOLDER", tmp_path / "kept")
+    settings = {"epochs": 2, "seeds": 1, "images": 10, "allocator": "system", "runs": str(tmp_path / "runs")}
+    convergence.converge(str(tmp_path / "data"), **settings)
+    (tmp_path / "data" / "train").rename(tmp_path / "gone")
+    convergence.converge(str(tmp_path / "data"), **settings)  # reads nothing
+    kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
+    assert kept.keys() == {"measured.csv", *(f"{name}_seed0.csv" for name in convergence.ENGINES)}
+    assert [len(text.splitlines()) for name, text in kept.items() if "seed" in name] == [3] * 3
+    assert "1234567" in kept["measured.csv"]
+    monkeypatch.setattr(results, "commit", lambda: "7654321")
+    with pytest.raises(ValueError, match=r"data has no train/: give a folder with train/<class>/ and test/<class>/"):
+        convergence.converge(str(tmp_path / "data"))
 
 
 def test_the_memory_of_a_card_is_a_limit(tmp_path, monkeypatch):
