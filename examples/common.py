@@ -119,6 +119,28 @@ def at_least(smallest: int) -> Callable[[str], int]:
     return whole_number
 
 
+def _number(text: str) -> float:
+    """NaN for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def positive(text: str) -> float:
+    """A type of options."""
+    if not 0 < _number(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return float(text)
+
+
+def share(text: str) -> float:
+    """A type of options."""
+    if not 0 <= _number(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share from 0 to below 1, such as 0.5")
+    return float(text)
+
+
 def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """The options that every program has, with its own defaults; the demos' words for them are taken too."""
     parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
@@ -129,7 +151,7 @@ def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentPa
     add("--predict", metavar="FOLDER", type=Path, help=predict)
     add("--epochs", "--n_epochs", type=at_least(1), help="passes over the training data")
     add("--batch_size", type=at_least(1), help="samples in a training step")
-    add("--learning_rate", "--lr", type=float, help="the optimizer's learning rate")
+    add("--learning_rate", "--lr", type=positive, help="the optimizer's learning rate")
     precision = "dtype of automatic mixed precision; fp16 for GPUs"
     add("--precision", "--amp", choices=list(DTYPES), default="float32", help=precision)
     add("--engine", choices=["shared", "plain"], default="shared", help="shared saves memory, plain is for comparison")

@@ -400,12 +400,20 @@ def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys):
     (run_folder / "checkpoint.pt").touch()
     for sentence, out, *words in (
         ("argument --batch_size: 0 is no whole number of 1 or more", "out", "--batch_size", "0"),
+        *(
+            (f"argument --learning_rate/--lr: {text} is no number above 0", "out", "--lr", text)
+            for text in ("-1", "nan", "inf", "x")
+        ),
         ("lacks the label Hernia", "out", "--labels", "Hernia"),
         ("test_list", "out", "--no_check", "--test_list", str(tmp_path)),
         ("cannot be written", "run/checkpoint.pt"),
         ("holds a run: add --resume", "run"),
     ):
         assert sentence in refuse(monkeypatch, "chest_xray", data, tmp_path / out, *words)
+    assert [load("common").share(text) for text in ("0", "0.5")] == [0, 0.5]
+    for text in ("-0.1", "1", "nan", "x"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is no share from 0 to below 1"):
+            load("common").share(text)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         load("chest_xray").main(["--out", "x"])
