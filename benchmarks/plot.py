@@ -160,19 +160,13 @@ def read_runs(folder: Path) -> dict[str, list[Run]]:
 
 
 def table_of_runs(runs: dict[str, list[Run]]) -> str:
-    """A Markdown table of each engine's test errors by seed, the peak of its process's memory, and its hours.
-
-    Every epoch counts as the median one: other work on the machine slows some of them.
-    """
-    lines = ["| engine | seeds | test error: median (range) | memory of the process | hours at the median epoch |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    """A Markdown table of each engine's test errors by seed, and the peak of its process's memory."""
+    lines = ["| engine | seeds | test error: median (range) | memory of the process |", "|---|---:|---:|---:|"]
     for name, seeds in runs.items():
         errors = [float(rows[-1]["test_error"]) for rows in seeds]
         memory = max(float(row["peak_memory_mib"]) for rows in seeds for row in rows)
-        seconds = statistics.median(float(row["seconds"]) for rows in seeds for row in rows)
-        hours = seconds * statistics.median(map(len, seeds)) / 3600
         spread = f"{statistics.median(errors):.2%} ({min(errors):.2%} to {max(errors):.2%})"
-        lines.append(f"| `{name}` | {len(seeds)} | {spread} | {memory:,.0f} MiB | {hours:.2f} |")
+        lines.append(f"| `{name}` | {len(seeds)} | {spread} | {memory:,.0f} MiB |")
     return "\n".join(lines)
 
 

@@ -359,7 +359,7 @@ def test_a_model_without_a_dense_block_is_warned_of():
     assert not conversion_report(model)
 
 
-@pytest.mark.parametrize("function", [make_efficient, conversion_report, checkpoint_wrapper])
+@pytest.mark.parametrize("function", [make_efficient, conversion_report, restore, checkpoint_wrapper])
 @pytest.mark.parametrize(
     ("value", "hint"),
     [

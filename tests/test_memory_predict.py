@@ -306,6 +306,7 @@ class Counts(nn.Module):
     [
         ({"input_shape": (3,)}, r"input_shape is \(3,\), but must be whole numbers such as \(64, 3, 224, 224\)"),
         ({"input_shape": (2, 4, 8, 8)}, r"found an input of shape \(2, 4, 8, 8\), but this model needs"),
+        ({"input_shape": torch.ones(2, 3, 8, 8)}, r"input_shape is a tensor, but must be its shape: \(2, 3, 8, 8\)"),
         ({"precision": "int8"}, "precision is 'int8', but must be one of float32, tf32"),
         ({"optimizer": "lamb"}, "optimizer is 'lamb', but must be one of sgd"),
         ({"device": "xpu"}, "device is 'xpu', but memory is known on 'cpu' and 'cuda' only"),
@@ -368,7 +369,7 @@ def test_the_command_takes_a_model_of_one_s_own(capsys, tmp_path, monkeypatch):
     assert "features.denseblock4" in capsys.readouterr().out
     for words, message in (
         (["torchvision:densenet12"], "no attribute 'densenet12'"),
-        (["of_my_own:build"], "'out_channels'; --dims"),
+        (["of_my_own:build"], "'out_channels'; it is called with --dims"),
         (["of_my_own:built"], "no attribute 'built'"),
     ):
         with pytest.raises(SystemExit, match=f"{words[0]} built no model: .*{message}"):

@@ -110,6 +110,13 @@ CONSUMERS = {
 parts.register_block(Block, _block_parts)
 
 
+def test_what_is_no_class_of_blocks_is_not_registered():
+    with pytest.raises(TypeError, match="but register_block needs a class, and a function of its blocks"):
+        parts.register_block(nn.Sequential(), _block_parts)
+    with pytest.raises(TypeError, match="but register_block needs a class"):
+        parts.register_block(Block, None)
+
+
 def randomized(*modules: nn.Module | None) -> list[nn.Module | None]:
     """The modules in float64, with random norms."""
     for module in modules:

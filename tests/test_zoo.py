@@ -101,6 +101,8 @@ def test_weights_from_a_file(name, tmp_path):
         weights_classes(name, path)
     with pytest.raises(ValueError, match=r"absent\.pt is no file: give one that torch.save or safetensors wrote"):
         create_model(name, weights=tmp_path / "absent.pt")
+    with pytest.raises(ValueError, match=r"absent\.pth is no file"):
+        create_model(name, weights="absent.pth")
 
 
 def test_backbones_and_files_of_weights(tmp_path):

@@ -94,6 +94,7 @@ def convert(model: nn.Module, engine: bool | EngineName = True) -> Report:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `make_efficient`, in place, and return `model`."""
+    check_module("restore", model)
     vars(model).pop("_conversion_report", None)
     for module in list(model.modules()):
         if isinstance(module, ConvertedSequence):

@@ -137,6 +137,8 @@ def register_block(cls: type[nn.Module], reader: Callable[[Any], BlockParts]) ->
         reader: returns the parts of a block, or raises `NoPartsError`. It is called when a block is first seen, and
             again when a module inside, or an attribute that is no list or dict, has changed.
     """
+    if not isinstance(cls, type) or not callable(reader):
+        raise TypeError(f"found {cls!r} and {reader!r}, but register_block needs a class, and a function of its blocks")
     _BLOCKS[cls] = reader
 
 

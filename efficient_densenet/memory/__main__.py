@@ -89,7 +89,8 @@ def _build(options: argparse.Namespace, device: str) -> Any:
             model = build(**{theirs.get(name, name): value for name, value in arguments.items()})
     except (ImportError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{options.model} built no model: {error}; --dims, --in_channels and --num_classes go to it"
+            f"{options.model} built no model: {error}; it is called with --dims, --in_channels and --num_classes: "
+            "leave out what it does not take, or give a function of your own, as in my_file:build"
         ) from error
     return make_efficient(model, options.engine)
 

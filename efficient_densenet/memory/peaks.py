@@ -1,6 +1,7 @@
 """Measuring memory: bytes saved for backward, the peak of tensor memory, and the peak of process memory."""
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -93,6 +94,7 @@ def tensor_peak(function: Callable[[], Any], device: torch.device | str = "cpu")
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs an error where there is no GPU
     # There is only one profiling cycle, so acc_events only avoids a warning of PyTorch 2.11.
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:

@@ -207,6 +207,8 @@ class MetaModel:
 
     @torch.inference_mode(False)
     def _input(self, input_shape: Shape) -> Tensor:
+        if isinstance(input_shape, Tensor):
+            raise TypeError(f"input_shape is a tensor, but must be its shape: {tuple(input_shape.shape)}")
         sizes = [*input_shape] if isinstance(input_shape, Sequence) else []
         if len(sizes) < 2 or not all(integer(1).accepts(size) for size in sizes):
             raise ValueError(f"input_shape is {input_shape!r}, but must be whole numbers such as (64, 3, 224, 224)")

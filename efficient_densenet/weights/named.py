@@ -112,7 +112,8 @@ def find_weights(name: str, weights: Any) -> FileWeights | PublishedWeights:
     if isinstance(weights, os.PathLike):
         return FileWeights(Path(weights))
     trained = TRAINED.get(weights) if isinstance(weights, str) else None
-    if trained is None and isinstance(weights, str) and (os.sep in weights or os.path.isfile(weights)):
+    names_file = isinstance(weights, str) and (os.sep in weights or weights.endswith((".pt", ".pth", ".safetensors")))
+    if trained is None and (names_file or os.path.isfile(str(weights))):
         return FileWeights(Path(weights))
     if trained is not None:
         if trained.model != name:
