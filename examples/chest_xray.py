@@ -113,7 +113,7 @@ def by_label(scores: Tensor, targets: Tensor) -> tuple[list[Tensor], list[Tensor
 def report(scores: Tensor, test: pd.DataFrame, data: XRays, labels: list[str], name: str, options) -> pd.DataFrame:
     """Write predictions, AUROCs with intervals, and ROC curves; return the AUROCs."""
     predictions = test[["image", "patient", *labels]].rename(columns={label: f"{label} (truth)" for label in labels})
-    predictions = predictions.join(pd.DataFrame(scores.numpy(), test.index, labels).round(4))
+    predictions = predictions.join(pd.DataFrame(scores.numpy(), test.index, labels))
     predictions.to_csv(options.out / "predictions.csv", index=False)
     rows, (some_scores, some_targets) = [], by_label(scores, data.targets)
     for label, s, t in zip(labels, tqdm(some_scores, "intervals", leave=False), some_targets, strict=True):
@@ -144,7 +144,8 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     common.prepare_folder(options, generated.xrays)
     table, labels, name = read_table(options)
     parts = {part: table[table["split"] == part] for part in ("train", "valid", "test")}
-    print(f"{name}: {len(labels)} labels; pictures: {', '.join(f'{len(parts[part]):,} {part}' for part in parts)}")
+    found = ", ".join(f"{label} {(table[label] == 1).sum():,}" for label in labels)
+    print(f"{name}: labels {found}; pictures: {', '.join(f'{len(parts[part]):,} {part}' for part in parts)}")
     xray_images.measure(parts["train"]["file"].tolist(), options)
     data = {}
     for part, rows in parts.items():

@@ -1,9 +1,13 @@
 """Parts that the programs share: options, what is checked first, what fits the card, checkpoints, splits, AUROC."""
 
 import argparse
+import copy
+import difflib
 import functools
+import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -15,6 +19,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchmetrics.functional.classification import binary_auroc
 from tqdm import tqdm
@@ -26,7 +31,7 @@ _of_torchrun = os.environ if dist.is_torchelastic_launched() else {"RANK": 0, "L
 RANK, LOCAL_RANK, WORLD_SIZE = (int(_of_torchrun[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
 DEVICE = torch.device("cuda", LOCAL_RANK) if torch.cuda.is_available() else torch.device("cpu")
 DTYPES = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples", "predict", "no_check", "sync_bn"}
+MAY_CHANGE = {"out", "resume", "workers", "card", "engine", "resamples", "predict", "no_check", "sync_bn", "program"}
 """Options that may differ between a run and its continuation."""
 T = TypeVar("T")
 
@@ -39,7 +44,7 @@ class _Stopped(SystemExit):
 
 def stop(sentence: str) -> NoReturn:
     process = f"process {RANK} of {WORLD_SIZE}: " if WORLD_SIZE > 1 else ""
-    print(f"error: {process}{sentence}", file=sys.stderr)
+    tqdm.write(f"error: {process}{sentence}", sys.stderr)  # past a bar of progress
     raise _Stopped(sentence)
 
 
@@ -58,8 +63,10 @@ def script(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         if RANK:
             raise SystemExit(130) from None
-        where = f"in epoch {Run.latest.epoch} after step {Run.latest.steps}" if Run.latest else "before the first epoch"
-        print(f"\nstopped {where}: continue with --resume, after the last whole epoch", file=sys.stderr)
+        epoch, steps = (Run.latest.epoch, Run.latest.steps) if Run.latest else (0, 0)
+        where = f"in epoch {epoch} after step {steps}" if epoch else "before the first epoch"
+        go_on = "continue with --resume, after the last whole epoch" if epoch > 1 else "give the same command again"
+        print(f"\nstopped {where}: {go_on}", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -91,9 +98,16 @@ def join_rows(rows: Tensor) -> Tensor:
     return torch.stack(gather(rows)).nanmean(0)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, or its cause: MONAI's own say which transform failed, not why."""
+    while error.__cause__:
+        error = error.__cause__
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 200 else f"{text[:200]} …"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -105,6 +119,9 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpF
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), n=1)
+            message += "".join(f", did you mean {name}?" for name in near)
         stop(f"{message} (--help explains each option)")
 
 
@@ -144,9 +161,11 @@ def share(text: str) -> float:
 def make_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
     """The options that every program has, with its own defaults; the demos' words for them are taken too."""
     parser = _Parser(description=description, formatter_class=_Help, allow_abbrev=False)
+    parser.set_defaults(program=Path(inspect.stack()[1].filename).name)
     add = parser.add_argument
     add("--out", "--save", required=True, type=Path, help="folder for checkpoints, tables and pictures")
-    add("--resume", action="store_true", help="continue the run in --out after its last whole epoch")
+    resume = "continue the run in --out after its last whole epoch; auto also begins one where there is none"
+    add("--resume", nargs="?", const=True, default=False, choices=["auto"], help=resume)
     predict = "no training: write what the run in --out finds in the files of this folder into predicted.csv there"
     add("--predict", metavar="FOLDER", type=Path, help=predict)
     add("--epochs", "--n_epochs", type=at_least(1), help="passes over the training data")
@@ -171,6 +190,11 @@ def parse_options(parser: argparse.ArgumentParser, words: list[str] | None, **of
         parser.error("--data is missing")
     if options.sync_bn and WORLD_SIZE == 1:
         parser.error("--sync_bn needs several processes: start them with torchrun --nproc_per_node 2")
+    for name in ("window", "range"):
+        if (ends := vars(options).get(name)) and not ends[0] < ends[1]:
+            parser.error(f"--{name} {ends[0]:g} {ends[1]:g} must begin with the smaller one")
+    if options.predict is None and options.batch_size < WORLD_SIZE:
+        parser.error(f"--batch_size {options.batch_size} leaves processes without a sample: give {WORLD_SIZE} or more")
     if options.data == "generated":
         parser.set_defaults(**of_generated)
         options = parser.parse_args(words)
@@ -184,6 +208,9 @@ def prepare_folder(options: argparse.Namespace, generate: Callable[[Path], Path]
     on_main(_check_folder, options)
     if options.data == "generated":
         options.data = str(on_main(generate, options.out / "generated"))
+    if options.resume and not RANK and (checkpoint := options.out / "checkpoint.pt").exists():
+        known = {name: value for name, value in _settings(options).items() if value != "None"}  # others are measured
+        _use_saved(checkpoint, lambda state: _check_settings(known, state["settings"], options.out))
 
 
 def _check_folder(options: argparse.Namespace) -> None:
@@ -193,15 +220,46 @@ def _check_folder(options: argparse.Namespace) -> None:
         (options.out / ".writable").unlink()
     except OSError as error:
         stop(f"--out {options.out} cannot be written ({error.strerror}): give another folder")
-    if (options.out / "checkpoint.pt").exists() and not options.resume:
+    has_run = (options.out / "checkpoint.pt").exists()
+    if has_run and not options.resume:
         stop(f"{options.out} holds a run: add --resume to continue it, or give another --out")
+    if options.resume is True and not has_run:
+        stop(f"{options.out} has no run to resume: give the --out of one that has ended an epoch, or leave --resume "
+             "out to begin one (--resume auto begins or resumes)")  # fmt: skip
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    return {name: str(value) for name, value in vars(options).items() if name not in MAY_CHANGE}
+
+
+def _check_settings(settings: dict[str, str], began_with: dict[str, str], folder: Path) -> None:
+    for name, value in settings.items():
+        if (then := began_with.get(name)) != value:
+            stop(f"--{name} is {value}, but the run in {folder} began with {then}: give that to continue it")
+
+
+def _use_saved(path: Path, use: Callable[[Any], T]) -> T:
+    """What `use` makes of a saved file's content; stop where the file, or what it holds, is another than it should."""
+    try:
+        return use(torch.load(path, map_location="cpu", weights_only=True))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # torch's sentences advise to load it in other ways, or list every tensor
+        stop(f"{path} is damaged, or of another model than this run's: bring back the run's own, or train anew in "
+             "another --out")  # fmt: skip
 
 
 def read_csv(path: str | Path, **settings: Any) -> pd.DataFrame:
     try:
-        return pd.read_csv(path, **settings)
+        table = pd.read_csv(path, skipinitialspace=True, **settings)
+    except UnicodeDecodeError as error:
+        stop(f"{path} is not in UTF-8 ({error.reason}): save it again as a CSV in UTF-8")
     except (OSError, ValueError) as error:  # pandas' errors are ValueErrors
         stop(f"{path} cannot be read as a CSV ({first_line(error)}): give the path of one")
+    for mark, name in ((";", "semicolons"), ("\t", "tabs")):
+        if mark in table.columns[0]:
+            stop(f"{path} seems to be separated by {name}: save it again with commas")
+    return table
 
 
 def check_files(files: Iterable[str | Path], read: Callable[[Any], Any], options: argparse.Namespace) -> None:
@@ -211,7 +269,8 @@ def check_files(files: Iterable[str | Path], read: Callable[[Any], Any], options
             read(file)
         except Exception as error:
             named = str(file).replace("\n", " or ")
-            stop(f"{named} cannot be read ({first_line(error)}): replace it, or take it out")
+            stop(f"{named} cannot be read ({first_line(error)}): replace it, take it out, or give --no_check, which "
+                 "leaves it out")  # fmt: skip
 
 
 def autocast(options: argparse.Namespace) -> torch.autocast:
@@ -292,8 +351,10 @@ class Run:
         self.epoch, self.steps, self.broken = 1, 0, dict[str, str]()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.network: nn.Module = model
+        self.local_model, self.refusals = model, dict[torch.Size, str]()
         if WORLD_SIZE > 1 and optimizer:
             if options.sync_bn:
+                self.local_model = copy.deepcopy(model)
                 synchronize_norms(model, None)
             self.network = nn.parallel.DistributedDataParallel(model)
         self.scaler = torch.amp.GradScaler(DEVICE.type, enabled=options.precision == "fp16")
@@ -303,9 +364,9 @@ class Run:
             "scheduler": scheduler,
             "scaler": self.scaler,
         }
-        given = {name: value for name, value in vars(options).items() if name not in MAY_CHANGE}
-        self.settings = {name: str(value) for name, value in given.items()}
-        self.config = json.dumps({"options": given, **of_predicting}, default=str, indent=2)
+        self.settings = _settings(options)
+        given = {name: vars(options)[name] for name in self.settings}
+        self.config = json.dumps({"program": options.program, "options": given, **of_predicting}, default=str, indent=2)
         Run.latest = self
 
     def batches(
@@ -313,7 +374,8 @@ class Run:
         combine: Callable = default_collate,
     ) -> Iterator[tuple[list[int], Any]]:  # fmt: skip
         """The samples' numbers and batches, shuffled in training; a sample whose file cannot be read is left out and
-        noted. Of training's batches each process has a part; other data are divided into batches of each."""
+        noted. So is in training a last batch of one, where the model needs more. Of training's batches each process has
+        a part; other data are divided into batches of each."""
         collate, workers = functools.partial(_collate, combine=combine), self.options.workers
         seed = on_main(lambda: int(torch.randint(2**31, ())))
         samples = _Readable(data, seed)
@@ -325,26 +387,51 @@ class Run:
         if RANK:  # for other masks of dropout
             torch.manual_seed(torch.initial_seed() + RANK)
         loader = DataLoader(samples, batch_sampler=parts, num_workers=workers, collate_fn=collate)
-        self.num_batches = len(loader)
+        self.num_batches, steps, self.is_pending = len(loader), self.steps, False
         with tqdm(loader, title, leave=False) as self.bar:
             for rows, batch, broken in self.bar:
                 for i, reason in broken.items():
                     if names[i] not in self.broken:
                         self.bar.write(f"note: {names[i]} cannot be read and is left out ({reason})", sys.stderr)
                     self.broken[names[i]] = reason
-                self.share = self._share(len(rows)) if shuffle else float(len(rows) > 0)
+                if shuffle:
+                    self.share = self._share(len(rows), len(rows) > 0 and self._trains_on(batch))
+                else:
+                    self.share = float(len(rows) > 0)
                 if self.share:
                     yield rows, batch
+        if shuffle and self.steps == steps:
+            reasons = [reason for refusals in gather(self.refusals) for reason in refusals.values() if reason]
+            stop(f"no batch can be trained on ({reasons[0]}): give a larger --batch_size" if reasons else
+                 "no file for training can be read: give others")  # fmt: skip
+        if self.is_pending:  # of the last batches, where the very last was left out
+            self._update()
         if WORLD_SIZE > 1:
             for broken in gather(self.broken):
                 self.broken.update(broken)
             for buffer in self.model.buffers():  # the running statistics of norms that are not synchronized
                 dist.broadcast(buffer, 0)
 
-    def _share(self, num_rows: int) -> float:
-        """By how much this process's loss counts in the mean over all; 0 if one of them has no sample: the others would
-        wait for its gradients."""
-        counts = torch.tensor([num_rows, num_rows == 0], dtype=torch.int64, device=DEVICE)
+    def _trains_on(self, batch: Any) -> bool:
+        """Whether a batch has enough for norms: of one sample the smallest feature map may have a single pixel."""
+        inputs = batch["image"] if isinstance(batch, dict) else batch[0]
+        if len(inputs) > 1:
+            return True
+        if inputs.shape not in self.refusals:  # a first forward, which changes nothing
+            buffers = {name: buffer.clone() for name, buffer in self.local_model.named_buffers()}
+            self.refusals[inputs.shape] = ""
+            try:
+                with torch.no_grad(), torch.random.fork_rng([LOCAL_RANK] if DEVICE.type == "cuda" else []):
+                    functional_call(self.local_model.train(), buffers, inputs.as_subclass(Tensor).to(DEVICE))
+            except ValueError as error:
+                self.refusals[inputs.shape] = reason = first_line(error)
+                self.bar.write(f"note: a batch of one, another in each epoch, is left out ({reason})", sys.stderr)
+        return not self.refusals[inputs.shape]
+
+    def _share(self, num_rows: int, trains: bool) -> float:
+        """By how much this process's loss counts in the mean over all; 0 if one of them has no batch that trains: the
+        others would wait for its gradients."""
+        counts = torch.tensor([num_rows, not trains], dtype=torch.int64, device=DEVICE)
         if WORLD_SIZE > 1:
             dist.all_reduce(counts)
         total, without = counts.tolist()
@@ -353,12 +440,17 @@ class Run:
     def step(self, loss: Tensor, update: bool = True, accumulate: int = 1) -> None:
         """Add the gradients of a loss, of as many as are accumulated; change the weights if `update`."""
         self.scaler.scale(loss * (self.share / accumulate)).backward()
+        self.is_pending = True
         if update:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
+            self._update()
         self.steps += 1
         self.bar.set_postfix(loss=f"{loss.item():.3f}")
+
+    def _update(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.is_pending = False
 
     def resume(self) -> int:
         """Load the checkpoint, if the run has one; return the number of whole epochs."""
@@ -366,15 +458,16 @@ class Run:
         if not path.exists():
             self._write("config.json", self.config)
             return 0
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        for name, value in self.settings.items():
-            if (then := state["settings"].get(name)) != value:
-                stop(f"--{name} is {value}, but the run in {self.folder} began with {then}: give that to continue it")
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        self.best_score, self.epoch = state["best_score"], state["epoch"] + 1
-        print(f"continuing after epoch {state['epoch']}", flush=True)
-        return state["epoch"]
+
+        def load(state: dict[str, Any]) -> None:
+            _check_settings(self.settings, state["settings"], self.folder)
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.best_score, self.epoch = state["best_score"], state["epoch"] + 1
+
+        _use_saved(path, load)
+        print(f"continuing after epoch {self.epoch - 1}", flush=True)
+        return self.epoch - 1
 
     def save(self, epochs_done: int, score: float) -> None:
         """Write the checkpoint after an epoch, and the best model first if no score was higher."""
@@ -390,7 +483,7 @@ class Run:
 
     def print_broken(self) -> None:
         if self.broken:
-            print(f"{len(self.broken)} files could not be read, and were left out:")
+            print(f"left out {counted(len(self.broken), 'file')} that could not be read:")
             print("\n".join(f"  {name}: {reason}" for name, reason in self.broken.items()))
 
     def _write(self, name: str, content: Any) -> None:
@@ -402,7 +495,16 @@ class Run:
 
 
 def load_best(model: nn.Module, folder: Path) -> None:
-    model.load_state_dict(torch.load(folder / "best.pt", map_location="cpu", weights_only=True))
+    _use_saved(folder / "best.pt", model.load_state_dict)
+
+
+class _Config(dict[str, Any]):
+    """The content of a run's config.json at `path`; stops at a name that it lacks."""
+
+    path: Path
+
+    def __missing__(self, name: str) -> NoReturn:
+        stop(f"{self.path} has no {name}: it is damaged, or of another program; give the --out of a run of this one")
 
 
 def load_config(options: argparse.Namespace) -> dict[str, Any]:
@@ -410,14 +512,25 @@ def load_config(options: argparse.Namespace) -> dict[str, Any]:
     missing = [name for name in ("config.json", "best.pt") if not (options.out / name).is_file()]
     if missing:
         stop(f"{options.out} has no {missing[0]}: give the --out of a run as the model of --predict")
-    config = json.loads((options.out / "config.json").read_text())
-    vars(options).update({**config["options"], "weights": None})
+    path = options.out / "config.json"
+    try:
+        config = _Config(json.loads(path.read_text()))
+        config.path = path
+        trained_with = dict(config["options"])
+    except (OSError, ValueError, TypeError) as error:
+        stop(f"{path} is damaged ({first_line(error)}): bring back the run's own, or train anew in another --out")
+    if (program := config.get("program", options.program)) != options.program:
+        stop(f"{options.out} is a run of {program}: predict by it, or give a run of {options.program} as --out")
+    vars(options).update({**trained_with, "weights": None})
     return config
 
 
 def files_in(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files of these formats in a folder and below it."""
-    found = sorted(path for path in folder.rglob("*") if path.name.lower().endswith(suffixes) and path.is_file())
+    """The files of these formats in a folder and below it, but for hidden ones, such as macOS writes beside others."""
+    if not folder.is_dir():
+        stop(f"{folder} is {'no folder' if folder.exists() else 'missing'}: give a folder of {', '.join(suffixes)}")
+    names = (path for path in folder.rglob("*") if path.name.lower().endswith(suffixes) and path.name[0] != ".")
+    found = sorted(path for path in names if path.is_file())
     if not found:
         stop(f"{folder} has no files of {', '.join(suffixes)}: give a folder that has some")
     return found
@@ -427,12 +540,12 @@ def write_predicted(run: Run, files: list[str], classes: list[str], scores: Tens
     """A row a file, with a column a class, into predicted.csv."""
     scores = join_rows(scores)
     leave_to_main()
-    table = pd.DataFrame(scores.numpy(), columns=classes).round(4)
+    table = pd.DataFrame(scores.numpy(), columns=classes)
     table.insert(0, "file", files)
     path = run.folder / "predicted.csv"
     table.to_csv(path, index=False)
     run.print_broken()
-    print(f"{path} has a row for each of {len(files):,} files")
+    print(f"{path} has a row for each of {counted(len(files), 'file')}")
     return table
 
 

@@ -33,6 +33,8 @@ class Classes:
 
     def __init__(self, folder: Path, ignored: list[str], path: Path | None = None) -> None:
         places = [path] if path else [folder / "classes.csv", folder / "class_dict.csv"]
+        if not folder.is_dir():
+            stop(f"{folder} is {'no folder' if folder.exists() else 'missing'}: give --data in CamVid's layout")
         self.path = next((place for place in places if place.is_file()), None)
         if self.path is None:
             stop(f"{path or folder / 'classes.csv'} is missing, with the column name (and r, g, b where masks are in "
@@ -47,6 +49,8 @@ class Classes:
         if lacking := [name for name in ignored if name not in set(table["name"])]:
             stop(f"{self.path} has no class {lacking[0]}, but {', '.join(table['name'].unique())}: change --ignore")
         self.names = [name for name in table["name"].unique() if name not in ignored]
+        if len(self.names) < 2:
+            stop(f"{self.path} has {self.names or 'no class'} beside --ignore, but two classes or more are needed")
         numbers = [IGNORE if name in ignored else self.names.index(name) for name in table["name"]]
         self._by_color, self._by_number = np.full(1 << 24, _UNKNOWN, np.uint8), np.full(256, _UNKNOWN, np.uint8)
         self._by_number[: len(numbers)], self._by_number[IGNORE] = numbers, IGNORE
@@ -69,7 +73,8 @@ class Classes:
         else:
             mask = self._by_color[pixels.astype(int) @ [1 << 16, 1 << 8, 1]]
         if (unknown := mask == _UNKNOWN).any():
-            stop(f"{path} has pixels of {pixels[unknown][0].tolist()}, which no line of {self.path} is")
+            color = pixels[unknown][0].tolist()
+            stop(f"{path} has pixels of {color}, which no line of {self.path} is: add one, or mend the mask")
         return mask
 
 
@@ -90,14 +95,15 @@ def find_pairs(folder: Path, part: str, options: argparse.Namespace) -> list[tup
     if masks is None or not (folder / part).is_dir():
         stop(f"{folder} must have the folders {part} and {part}_labels, for images and masks")
     pairs = []
-    images = sorted(path for path in (folder / part).iterdir() if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
+    shown = (path for path in (folder / part).iterdir() if path.name[0] != ".")
+    images = sorted(path for path in shown if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
     for image in tqdm(images, f"pictures, {part}", leave=False):
         mask = next(
             (masks / f"{image.stem}{end}" for end in ("_L.png", ".png") if (masks / f"{image.stem}{end}").is_file()),
             None,
         )
         if mask is None:
-            stop(f"{image} has no mask {image.stem}.png or {image.stem}_L.png in {masks}")
+            stop(f"{image} has no mask {image.stem}.png or {image.stem}_L.png in {masks}: add it, or drop the image")
         pairs.append((image, mask))
         if options.no_check:
             continue
@@ -109,7 +115,7 @@ def find_pairs(folder: Path, part: str, options: argparse.Namespace) -> list[tup
         if sizes[0] != sizes[1]:
             stop(f"{image} has {sizes[0]} pixels, but its mask {mask.name} {sizes[1]}: they must be alike")
     if not pairs:
-        stop(f"{folder / part} has no .png or .jpg images")
+        stop(f"{folder / part} has no .png or .jpg images: put some there")
     return pairs
 
 

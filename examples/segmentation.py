@@ -174,7 +174,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     loss, epochs = make_loss(options, weights), options.epochs + options.whole_epochs
     for epoch in range(run.resume(), epochs):
         torch.manual_seed(options.seed + epoch)  # so that a run that was interrupted draws the same crops
-        data, size = (crops, options.batch_size) if epoch < options.epochs else (whole, 1)
+        data, size = (crops, options.batch_size) if epoch < options.epochs else (whole, common.WORLD_SIZE)
         train(run, data, size, loss, f"epoch {epoch + 1} of {epochs}")
         decay.step()
         score = float(iou_table(confusion(run, valid, "validation"), classes.names)["iou"].iloc[-1])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from _extra import need
-from common import first_line, stop
+from common import counted, first_line, stop
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -126,9 +126,9 @@ def measure(files: list[str], options: argparse.Namespace) -> None:
         for low, high, at_low, at_high in undeclared:
             shares.append(np.array([at_low * (low == least), at_high * (high == greatest), 0, 0]))
     if not bits:
-        stop(f"none of the {len(files):,} pictures for training can be read: give others")
+        stop(f"not one of {counted(len(files), 'picture')} for training can be read: give others")
     black, white, *lost = np.mean(shares, axis=0)
-    kinds = ", ".join(f"{count:,} files of {n} bits" for n, count in sorted(bits.items()))
+    kinds = ", ".join(f"{counted(count, 'file')} of {n} bits" for n, count in sorted(bits.items()))
     ends = " from {:g} (black) to {:g} (white)".format(*options.range) if options.range else ""
     print(f"pixels: {kinds}{ends}; {black:.1%} are black, {white:.1%} white")
     if max(bits) > 8 and max(lost) > options.max_clipped:

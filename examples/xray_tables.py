@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from common import check_files, first_line, read_csv, split_by_patient, stop
+from common import check_files, counted, first_line, read_csv, split_by_patient, stop
 from xray_images import SUFFIXES, check_header
 
 NIH = {"Image Index", "Finding Labels", "Patient ID"}
@@ -22,6 +22,9 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
     table = read_csv(options.data)
     if options.views == "frontal" and "Frontal/Lateral" in table:
         table = table[table["Frontal/Lateral"] == "Frontal"]
+    if table.empty:
+        kind = "frontal picture" if options.views == "frontal" else "picture"
+        stop(f"{options.data} has no line of a {kind}: it needs one for each")
     if set(table) >= NIH:
         name = "generated X-rays" if Path(options.data).parent.name == "generated" else "NIH ChestX-ray14"
         labels = table["Finding Labels"].str.get_dummies("|").drop(columns="No Finding", errors="ignore")
@@ -34,6 +37,11 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
     else:
         stop(f"{options.data} has the columns {', '.join(table)}, but needs {', '.join(sorted(NIH))} (NIH) or Path and "
              "a column a label (CheXpert)")  # fmt: skip
+    if not len(labels.columns):
+        stop(f"{options.data} has no label: it needs one, beside No Finding, that some pictures have")
+    if (again := images.duplicated()).any():
+        row = again.idxmax()
+        stop(f"{options.data}, line {row + 2}: {images[row]} has a line above as well: take one of them out")
     chosen = options.labels or list(labels)
     if missing := [label for label in chosen if label not in labels]:
         stop(f"{options.data} lacks the label {missing[0]}: it has {', '.join(labels)}")
@@ -43,7 +51,9 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
             row = wrong.idxmax()
             stop(f"{options.data}, line {row + 2}: {label} is {labels[label][row]}, but must be 1, 0, -1 or blank")
     if patients.isna().any():
-        stop(f"{options.data}, line {patients.isna().idxmax() + 2}: no patient is named, by whom the data is split")
+        remedy = "fill in its patient" if set(table) & {"patient", "Patient ID"} else "add a column patient"
+        stop(f"{options.data}, line {patients.isna().idxmax() + 2}: no patient is named, by whom the data is split: "
+             f"{remedy}")  # fmt: skip
     counts_as = {"ignore": np.nan, "ones": 1.0, "zeros": 0.0}
     blank, uncertain = numbers.isna(), numbers == -1
     numbers = numbers.mask(blank, counts_as[options.blank]).mask(uncertain, counts_as[options.uncertain])
@@ -55,7 +65,16 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
     numbers.insert(2, "patient", patients)
     numbers.insert(3, "split", _split(numbers, options))
     if empty := {"train", "valid", "test"} - set(numbers["split"]):
-        stop(f"{options.data} has {patients.nunique()} patients, too few to split: none is left for {empty.pop()}")
+        num = counted(patients.nunique(), "patient")
+        stop(f"{options.data} has {num}, too few to split: none is left for {empty.pop()}")
+    for part, use in (("train", "learned"), ("valid", "validated"), ("test", "scored")):
+        values = numbers.loc[numbers["split"] == part, chosen].nunique()
+        alike = list(values[values < 2].index)
+        if len(alike) == len(chosen) and part != "test":
+            stop(f"{options.data} has no label of 0 and 1 among the pictures for {part}, so that none can be {use}: "
+                 "give more pictures, or another --seed")  # fmt: skip
+        if alike:
+            print(f"note: {', '.join(alike)} cannot be {use}, since all pictures for {part} have the same")
     check_files(numbers["file"], check_header, options)
     return numbers, chosen, name
 
@@ -81,7 +100,13 @@ def _split(table: pd.DataFrame, options: argparse.Namespace) -> np.ndarray:
         names = Path(options.test_list).read_text().split()
     except (OSError, ValueError) as error:
         stop(f"--test_list {options.test_list} cannot be read ({first_line(error)}): give a file of names")
-    is_test = table["image"].map(lambda path: Path(path).name).isin(names)
+    images = table["image"].map(lambda path: Path(path).name)
+    is_test = images.isin(names)
+    if not is_test.any():
+        stop(f"--test_list {options.test_list} names no picture of {options.data}: give names such as {images.iloc[0]}")
+    if unknown := sorted(set(names) - set(images)):
+        print(f"note: {len(unknown):,} of the {len(names):,} names in {options.test_list} are not in {options.data}, "
+              f"such as {unknown[0]}")  # fmt: skip
     if both := set(table["patient"][is_test]) & set(table["patient"][~is_test]):
         stop(f"{options.test_list} has some pictures of patient {both.pop()} but not all: a patient is on one side")
     return np.where(is_test, "test", split_by_patient(table["patient"], options.seed, valid=0.125, test=0))

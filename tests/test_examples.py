@@ -7,6 +7,7 @@ train a small model by the programs' `Run`.
 import argparse
 import importlib
 import inspect
+import re
 import runpy
 import subprocess
 import sys
@@ -183,6 +184,7 @@ def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(program, "Run", stop)
     words = "--model", "fc_densenet56", "--crop", "64", "--out", str(tmp_path / "out"), "--card", "2GB"
+    (data / "train" / "._0000.png").write_bytes(b"of macOS")
     with pytest.raises(KeyboardInterrupt):
         program.main(["--data", str(data), *words])
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("plain", "shared"))]
@@ -211,10 +213,10 @@ def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, cap
         (tmp_path / f"patient{i:02}").mkdir()
         for view in ("a", "b"):
             Image.new("L", (8, 8)).save(tmp_path / f"patient{i:02}" / f"{view}.png")
-            rows.append(f"patient{i:02}/{view}.png,F,60,Frontal,AP,,{['1.0', '0.0', '-1.0', ''][i % 4]}")
+            rows.append(f"patient{i:02}/{view}.png,F,60,Frontal, AP, , {['1.0', '0.0', '-1.0', ''][i % 4]}")
     data = table_of(tmp_path, CHEXPERT, *rows)
     for uncertain, value in (("ignore", np.nan), ("ones", 1), ("zeros", 0)):
-        words = ["--data", str(data), "--out", str(tmp_path / "out"), "--uncertain", uncertain]
+        words = ["--data", str(data), "--out", str(tmp_path / "out"), "--seed", "1", "--uncertain", uncertain]
         table, labels, name = tables.read_table(chest_xray.parse(words))
         printed = capsys.readouterr().out
         assert "50 blank labels are taken as negative (--blank zeros)" in printed
@@ -226,9 +228,18 @@ def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, cap
     for blank, value in (("ignore", np.nan), ("ones", 1), ("zeros", 0)):
         edema = tables.read_table(chest_xray.parse([*words, "--blank", blank]))[0]["Edema"]
         np.testing.assert_equal(edema.to_numpy()[::2], [1, 0, 0, value] * 5)
-    (tmp_path / "test.txt").write_text("a.png\n")
-    with pytest.raises(SystemExit, match=r"has some pictures of patient patient\d\d but not all"):
-        tables.read_table(chest_xray.parse([*words, "--test_list", str(tmp_path / "test.txt")]))
+    for names, sentence in (
+        ("a.png", r"has some pictures of patient patient\d\d but not all"),
+        ("A.png", r"test.txt names no picture of .*table.csv: give names such as a.png"),
+        ("a.png b.png c.png d.png", "none is left for "),
+    ):
+        (tmp_path / "test.txt").write_text(names)
+        with pytest.raises(SystemExit, match=sentence):
+            tables.read_table(chest_xray.parse([*words, "--test_list", str(tmp_path / "test.txt")]))
+    printed = capsys.readouterr().out
+    assert "note: No Finding cannot be learned, since all pictures for train have the same" in printed
+    assert "note: 2 of the 4 names in " in printed
+    assert "table.csv, such as c.png" in printed
 
 
 def xray_options(folder: Path, *words: str):
@@ -266,7 +277,7 @@ def test_xrays_of_sixteen_bits_keep_their_levels(tmp_path, capsys):
         found = images.read(tmp_path / name, options)
         np.testing.assert_allclose(found[0].numpy(), RAMP / 4095, atol=1e-6)
         assert len(found.unique()) == 4096
-    assert "pixels: 1 files of 16 bits from 500 (black) to 4595 (white); 0.0% are black" in capsys.readouterr().out
+    assert "pixels: 1 file of 16 bits from 500 (black) to 4595 (white); 0.0% are black" in capsys.readouterr().out
     gray = Image.fromarray((RAMP // 16).astype(np.uint8))
     gray.save(tmp_path / "c.png")
     assert images.read(tmp_path / "c.png", options).dtype.itemsize == 1
@@ -325,6 +336,17 @@ def _table(columns: str, *rows: str) -> Change:
     return lambda data: table_of(data.parent, columns, *rows)
 
 
+def _findings(*findings: str) -> Change:
+    """These labels for the pictures, again and again."""
+
+    def change(data: Path) -> None:
+        rows = [line.split(",") for line in data.read_text().splitlines()]
+        lines = [f"{name},{findings[i % len(findings)]},{patient}" for i, (name, _, patient) in enumerate(rows[1:])]
+        data.write_text("\n".join([NIH, *lines]))
+
+    return change
+
+
 def _file(name: str, content: bytes | None) -> Change:
     """Another content of a file, or none."""
     return lambda data: ((data if data.is_dir() else data.parent) / name).write_bytes(content or b"") and None
@@ -346,6 +368,7 @@ def _flat_volume(name: str, *shape: int) -> Change:
     return change
 
 
+NIH = "Image Index,Finding Labels,Patient ID"
 MASK, LABEL, VOLUMES = "val_labels/0001_L.png", "labelsTr/organ_002.nii.gz", "volume,label"
 REFUSED: dict[str, list[tuple[Change, str]]] = {
     "chest_xray": [
@@ -355,6 +378,16 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
         (_table(CHEXPERT, "patient01/a.png,F,60,Frontal,AP,,1"), "1 of 1 pictures are not in "),
         (lambda data: data.parent, "cannot be read as a CSV"),
         (_file("images/00000001_001.png", b"no image"), "00000001_001.png cannot be read"),
+        (_table(CHEXPERT, "a.png,F,60,Frontal,AP,,1"), "by whom the data is split: add a column patient"),
+        (_table(f"{CHEXPERT},patient", "a.png,F,60,Frontal,AP,,1,"), "by whom the data is split: fill in its patient"),
+        (_table(NIH), "has no line of a picture: it needs one for each"),
+        (_table(NIH, "00000001_001.png,No Finding,1"), "has no label: it needs one, beside No Finding"),
+        (_table(NIH, *["00000001_001.png,Mass,1"] * 2), "line 3: 00000001_001.png has a line above as well"),
+        (_table(NIH.replace(",", ";"), "a.png;Mass;1"), "seems to be separated by semicolons: save it again with"),
+        (_table(NIH.replace(",", "\t"), "a.png\tMass\t1"), "seems to be separated by tabs: save it again with"),
+        (_file("xrays.csv", NIH.encode("utf-16")), "is not in UTF-8 (invalid start byte): save it again as a CSV in"),
+        (_findings("Mass"), "has no label of 0 and 1 among the pictures for train, so that none can be learned"),
+        (_findings(*["Mass"] * 2, *["No Finding"] * 38), "so that none can be "),
     ],
     "segmentation": [
         (_image(MASK, "L", (90, 64)), "has 96 × 64 pixels, but its mask 0001_L.png 90 × 64"),
@@ -365,6 +398,9 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
         (_image("val/0001.png", "RGB", (96, 20)), "(96 × 20 pixels, but the network needs 32 × 32 at least"),
         (_replaced("classes.csv", "64,0,128", "64,x,128"), "line 5: r, g and b must be whole numbers"),
         (lambda data: (data / "classes.csv").unlink(), "classes.csv is missing, with the column name"),
+        (_file("classes.csv", b"name\nCar\nVoid\n"), "has ['Car'] beside --ignore, but two classes or more are needed"),
+        (lambda data: data / "typo", "typo is missing: give --data in CamVid's layout"),
+        (lambda data: data / "classes.csv", "classes.csv is no folder: give --data in CamVid's layout"),
     ],
     "volumes": [
         (_table("volume,class", "000.nii.gz,1"), "lacks the column label: it has volume, class"),
@@ -395,9 +431,12 @@ def test_data_that_do_not_fit_are_refused(name, tmp_path, monkeypatch):
 
 
 def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys):
-    data, run_folder = write_data("chest_xray", tmp_path), tmp_path / "run"
-    run_folder.mkdir()
-    (run_folder / "checkpoint.pt").touch()
+    data, run_folder, other = write_data("chest_xray", tmp_path), tmp_path / "run", tmp_path / "other"
+    for folder in (run_folder, other):
+        folder.mkdir()
+        (folder / "checkpoint.pt").touch()
+    begun = load("common")._settings(xray_options(tmp_path, "--lr", "0.5")) | {"data": str(data)}
+    load("torch").save({"settings": begun}, other / "checkpoint.pt")
     for sentence, out, *words in (
         ("argument --batch_size: 0 is no whole number of 1 or more", "out", "--batch_size", "0"),
         *(
@@ -408,12 +447,20 @@ def test_options_that_cannot_be_are_refused(tmp_path, monkeypatch, capsys):
         ("test_list", "out", "--no_check", "--test_list", str(tmp_path)),
         ("cannot be written", "run/checkpoint.pt"),
         ("holds a run: add --resume", "run"),
+        ("--learning_rate is 0.0001, but the run in ", "other", "--resume", "--images", str(tmp_path / "typo")),
+        ("--window 400 -1000 must begin with the smaller one", "out", "--window", "400", "-1000"),
+        (", did you mean densenet121?", "out", "--model", "densenet12"),
+        ("out has no run to resume: give the --out of one that has ended an epoch", "out", "--resume"),
+        ("checkpoint.pt is damaged, or of another model than this run's", "run", "--resume"),
     ):
         assert sentence in refuse(monkeypatch, "chest_xray", data, tmp_path / out, *words)
-    assert [load("common").share(text) for text in ("0", "0.5")] == [0, 0.5]
+    common = load("common")
+    assert common.make_parser(None).parse_args(["--out", "x", "--resume", "auto"]).resume == "auto"
+    common._check_folder(argparse.Namespace(out=tmp_path / "out", resume="auto"))  # begins a run
+    assert [common.share(text) for text in ("0", "0.5")] == [0, 0.5]
     for text in ("-0.1", "1", "nan", "x"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is no share from 0 to below 1"):
-            load("common").share(text)
+            common.share(text)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         load("chest_xray").main(["--out", "x"])
@@ -428,7 +475,9 @@ def test_a_file_that_breaks_later_is_named_and_left_out(tmp_path, monkeypatch, c
     image.write_bytes(pixels[: len(pixels) // 2])  # whose header is sound
     words = "--epochs", "1", "--image_size", "32", "--labels", "Effusion"
     run(monkeypatch, "chest_xray", data, tmp_path / "out", *words)
-    assert f"1 files could not be read, and were left out:\n  {image}: " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"left out 1 file that could not be read:\n  {image}: " in printed
+    assert "labels Effusion 1" in printed
 
 
 def test_ctrl_c_says_where_and_how_to_go_on(tmp_path):
@@ -453,7 +502,130 @@ def test_each_program_says_so_after_ctrl_c(name, monkeypatch, capsys):
     monkeypatch.setattr(load("common").Run, "latest", None)
     with pytest.raises(SystemExit, match="130"):
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    assert "stopped before the first epoch: continue with --resume" in capsys.readouterr().err
+    assert "stopped before the first epoch: give the same command again" in capsys.readouterr().err
+    monkeypatch.setattr(load("common").Run, "latest", argparse.Namespace(epoch=1, steps=5))
+    with pytest.raises(SystemExit, match="130"):
+        load("common").script(interrupt)
+    assert "stopped in epoch 1 after step 5: give the same command again" in capsys.readouterr().err
+
+
+def test_predicting_by_another_run_or_a_damaged_one_is_refused(tmp_path, capsys):
+    import pickle
+
+    import torch
+
+    from efficient_densenet import create_model
+
+    out, pictures = tmp_path / "run", tmp_path / "pictures"
+    for folder in (out, pictures):
+        folder.mkdir()
+    Image.new("L", (64, 64)).save(pictures / "a.png")
+    config = '{"program": "chest_xray.py", "options": {"image_size": 32}, "labels": ["a", "b"]}'
+    best, foreign = out / "best.pt", create_model("densenet169", in_channels=1, num_classes=2).state_dict()
+    torch.save(create_model("densenet121", in_channels=1, num_classes=2).state_dict(), best)
+
+    def predict(name: str = "chest_xray", folder: Path = pictures) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            load(name).main(["--predict", str(folder), "--out", str(out)])
+        assert stopped.value.code == 2
+        err = capsys.readouterr().err
+        assert "weights_only" not in err
+        assert re.search("(^|\r)error: ", err), err  # not behind a bar
+        return str(stopped.value)
+
+    for name in ("segmentation", "volumes", "segment_volumes"):
+        (out / "config.json").write_text(config)
+        assert f"is a run of chest_xray.py: predict by it, or give a run of {name}.py" in predict(name)
+    for content, sentence in (
+        (config[:-30], "config.json is damaged ("),
+        ("[1]", "config.json is damaged ("),
+        ("{}", "config.json has no options: it is damaged, or of another program"),
+        ('{"options": 1}', "config.json is damaged ("),
+        ('{"options": {}, "classes": ["a", "b"]}', "config.json has no labels: it is damaged, or of another program"),
+    ):
+        (out / "config.json").write_text(content)
+        assert sentence in predict()
+    (out / "config.json").write_text(config)
+    assert len(load("chest_xray").main(["--predict", str(pictures), "--out", str(out)])) == 1
+    for content in (
+        lambda: best.write_bytes(best.read_bytes()[:-1000]),
+        lambda: best.write_bytes(b""),
+        lambda: best.write_bytes(pickle.dumps(Path("x"))),
+        lambda: torch.save(foreign, best),
+        lambda: torch.save([1, 2], best),
+    ):
+        content()
+        assert predict() == f"{best} is damaged, or of another model than this run's: bring back the run's own, or " + (
+            "train anew in another --out"
+        )
+    (pictures / "._a.png").write_bytes(b"of macOS")
+    assert [path.name for path in load("common").files_in(pictures, (".png",))] == ["a.png"]
+    (pictures / "b.png").write_bytes(b"no image")
+    assert "replace it, take it out, or give --no_check, which leaves it out" in predict()
+    assert "typo is missing: give a folder of .png" in predict(folder=tmp_path / "typo")
+    assert "a.png is no folder: give a folder of .png" in predict(folder=pictures / "a.png")
+
+
+def test_a_batch_of_one_is_left_out_where_the_model_needs_more(tmp_path, capsys):
+    common = load("common")
+    import torch
+
+    from efficient_densenet import DenseNet
+
+    def train(side: int, batch_size: int, num_samples: int = 7, broken: int = -1, accumulate: int = 1):
+        class Samples:
+            def __len__(self) -> int:
+                return num_samples
+
+            def __getitem__(self, i: int):
+                if i == broken:
+                    raise ValueError("step 1 of 2") from OSError("half a file")
+                return torch.randn(3, side, side), i % 2
+
+        torch.manual_seed(0)
+        model = DenseNet(3, (2, 2), num_init_features=4, num_classes=2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        options = argparse.Namespace(out=tmp_path, precision="float32", workers=0, sync_bn=False, program="")
+        run = common.Run(options, model, optimizer)
+        names = [f"sample {i}" for i in range(num_samples)]
+        for i, (_, (x, y)) in enumerate(run.batches(Samples(), names, "training", batch_size, shuffle=True), start=1):
+            run.step(torch.nn.functional.cross_entropy(run.network(x), y), i % accumulate == 0, accumulate)
+        assert model.features.norm5.num_batches_tracked == run.steps
+        assert all(parameter.grad is None for parameter in model.parameters())  # no gradient waits
+        return run.steps
+
+    smallest = DenseNet(3, (2, 2), num_init_features=4).smallest_input
+    assert (train(2 * smallest, 3), train(2 * smallest, 1)) == (3, 7)
+    assert "left out" not in capsys.readouterr().err
+    assert train(smallest, 3) == 2
+    assert capsys.readouterr().err.count("note: a batch of one, another in each epoch, is left out (found a batch") == 1
+    assert train(smallest, 2, num_samples=4, broken=1) == 1
+    assert "note: sample 1 cannot be read and is left out (half a file)" in capsys.readouterr().err
+    assert train(smallest, 2, accumulate=2) == train(smallest, 2, accumulate=4) == 3
+    with pytest.raises(
+        SystemExit, match=r"no batch can be trained on \(found a batch of one .*: give a larger --batch"
+    ):
+        train(smallest, 1)
+    with pytest.raises(SystemExit, match="no file for training can be read: give others"):
+        train(smallest, 1, num_samples=1, broken=0)
+
+
+def test_scores_are_written_with_all_their_digits(tmp_path):
+    chest_xray, common = load("chest_xray"), load("common")
+    import pandas as pd
+    import torch
+
+    scores = 0.5 + torch.arange(6)[:, None] * 2**-24
+    truth = torch.tensor([0.0, 1, 0, 1, 1, 1])
+    test = pd.DataFrame({"image": list("abcdef"), "patient": range(6), "Edema": truth})
+    data = argparse.Namespace(targets=truth[:, None])
+    options = xray_options(tmp_path, "--resamples", "20")
+    table = chest_xray.report(scores, test, data, ["Edema"], "name", options)
+    read = torch.tensor(pd.read_csv(tmp_path / "predictions.csv")["Edema"].to_numpy(), dtype=torch.float32)
+    assert read.tolist() == scores[:, 0].tolist()
+    assert common.auroc(read, truth.int()) == table["auroc"][0] == 0.875
+    common.write_predicted(common.Run(options, torch.nn.Linear(1, 1)), list("abcdef"), ["Edema"], scores)
+    assert pd.read_csv(tmp_path / "predicted.csv")["Edema"].astype("float32").tolist() == scores[:, 0].tolist()
 
 
 def train_a_small_model(folder: Path, num_samples: int) -> None:
@@ -478,7 +650,7 @@ def train_a_small_model(folder: Path, num_samples: int) -> None:
         torch.manual_seed(0)
         model = DenseNet(3, (2, 2), num_init_features=4, num_classes=2).double()
         sync_bn = common.WORLD_SIZE > 1
-        options = argparse.Namespace(out=folder, precision="float32", workers=0, sync_bn=sync_bn)
+        options = argparse.Namespace(out=folder, precision="float32", workers=0, sync_bn=sync_bn, program="")
         run = common.Run(options, model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
         names, scores = [f"sample {i}" for i in range(num_samples)], torch.full((num_samples, 2), torch.nan)
         for _ in range(2):
@@ -520,6 +692,9 @@ def test_each_program_runs_in_two_processes(name, tmp_path):
     for process in (first, second):
         assert process.wait() == 0, process.communicate()
     assert "the best epoch's model" in first.communicate()[0]
+    if name == "segmentation":  # four pictures: crops three and one, the latter too few for two, and whole ones in twos
+        optimizer = load("common")._use_saved(tmp_path / "out" / "checkpoint.pt", lambda state: state["optimizer"])
+        assert optimizer["state"][0]["step"] == 3
     assert second.communicate()[0] == ""
     for pattern in (program.table, *program.files):
         assert len(list((tmp_path / "out").glob(pattern))) == 1, pattern
