@@ -74,7 +74,7 @@ def read_table(options: argparse.Namespace) -> tuple[pd.DataFrame, list[str], st
             stop(f"{options.data} has no label of 0 and 1 among the pictures for {part}, so that none can be {use}: "
                  "give more pictures, or another --seed")  # fmt: skip
         if alike:
-            print(f"note: {', '.join(alike)} cannot be {use}, since all pictures for {part} have the same")
+            print(f"note: {', '.join(alike)} cannot be {use}: no two pictures for {part} differ in it")
     check_files(numbers["file"], check_header, options)
     return numbers, chosen, name
 

@@ -237,7 +237,7 @@ def test_chexpert_s_labels_uncertain_ones_and_the_split_by_patient(tmp_path, cap
         with pytest.raises(SystemExit, match=sentence):
             tables.read_table(chest_xray.parse([*words, "--test_list", str(tmp_path / "test.txt")]))
     printed = capsys.readouterr().out
-    assert "note: No Finding cannot be learned, since all pictures for train have the same" in printed
+    assert "note: No Finding cannot be learned: no two pictures for train differ in it" in printed
     assert "note: 2 of the 4 names in " in printed
     assert "table.csv, such as c.png" in printed
 
