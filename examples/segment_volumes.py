@@ -21,12 +21,12 @@ import pandas as pd
 import pictures
 import torch
 from common import DEVICE, Run, at_least, autocast
-from decathlon import make_data, read_folder
+from decathlon import check_modalities, make_data, read_folder
 from monai.data import list_data_collate
 from monai.inferers import sliding_window_inference
 from monai.losses import DiceCELoss
 from torch import Tensor, nn
-from volume_tables import SUFFIXES
+from volume_tables import SUFFIXES, parse_options
 
 from efficient_densenet import create_model, list_models
 
@@ -36,15 +36,8 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", help="a folder in the Decathlon's layout, or the word generated, for a quick first run")
     add("--model", default="fc_densenet56", choices=list_models("fc_*"), help="56, 67 or 103 layers")
-    add("--patch", type=at_least(32), nargs=3, metavar="VOXELS", default=[64, 64, 64], help="size of a patch")
-    add("--patches", type=at_least(1), default=2, help="patches drawn from a volume, half of them around a label")
-    add("--spacing", type=float, nargs=3, metavar="MM", help="resample to voxels of this size first")
-    window = "intensities that become 0 and 1, such as Hounsfield units; by default the 1st and 99th percentile"
-    add("--window", type=float, nargs=2, metavar=("LOW", "HIGH"), help=window)
-    add("--cache", type=float, default=0.0, help="share of the volumes that are kept in memory")
-    add("--overlap", type=float, default=0.5, help="share by which windows overlap in inference")
     add("--pictures", type=at_least(0), default=4, help="how many test volumes are drawn")
-    return common.parse_options(parser, words, patch=[32, 32, 32], epochs=6)
+    return parse_options(parser, words, patch=64, epochs=6, batch_size=1, learning_rate=2e-3)
 
 
 def build(options: argparse.Namespace, num_channels: int, num_classes: int) -> nn.Module:
@@ -116,11 +109,11 @@ def predict_folder(options: argparse.Namespace) -> pd.DataFrame:
     """Write the labels of the volumes in a folder, by the run's best model, and how large each class is."""
     config = common.load_config(options)
     classes, files = config["classes"], [str(path) for path in common.files_in(options.predict, SUFFIXES)]
-    common.check_files(files, nibabel.load, options)
+    common.check_files(files, lambda file: check_modalities(file, config["channels"]), options)
     model = build(options, config["channels"], len(classes)).to(DEVICE)
     common.load_best(model, options.out)
     run, shares = Run(options, model), torch.full((len(files), len(classes)), torch.nan)
-    data = make_data([{"image": file} for file in files], options)
+    data = make_data([{"image": file} for file in files], len(classes), options)
     for (row,), (sample,) in run.batches(data, files, "predicting", 1, combine=list):
         place = options.out / "predicted" / Path(files[row]).relative_to(options.predict)
         found = write_label(run, sample, place)
@@ -141,7 +134,7 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
     model = build(options, channels, len(classes))
     size = (channels, *options.patch)
     common.print_what_fits(model, options.batch_size * options.patches, size, "adamw", options)
-    data = {part: make_data(samples, options, augment=part == "train") for part, samples in parts.items()}
+    data = {part: make_data(samples, len(classes), options, augment=part == "train") for part, samples in parts.items()}
     model.to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), options.learning_rate)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
@@ -152,15 +145,16 @@ def main(words: list[str] | None = None) -> pd.DataFrame:
         train(run, data["train"], names["train"], loss, f"epoch {epoch + 1} of {options.epochs}")
         decay.step()
         scores = dice(run, data["valid"], names["valid"], len(classes), "validation")
-        score = float(np.nanmean(scores))
+        score = float(pd.DataFrame(scores).stack().mean())
         print(f"epoch {epoch + 1}: mean Dice of the validation volumes {score:.3f}", flush=True)
         run.save(epoch + 1, score)
 
     common.load_best(model, options.out)
     scores = dice(run, data["test"], names["test"], len(classes), "test")
     common.leave_to_main()
-    table = pd.DataFrame({"class": classes[1:], "volumes": np.isfinite(scores).sum(0), "dice": np.nanmean(scores, 0),
-                          "least": np.nanmin(scores, 0)})  # fmt: skip
+    by_class = pd.DataFrame(scores, columns=classes[1:])
+    table = pd.DataFrame({"volumes": by_class.count(), "dice": by_class.mean(), "least": by_class.min()})
+    table = table.rename_axis("class").reset_index()
     table.to_csv(options.out / "dice.csv", index=False)
     draw(run, data["test"], names["test"], classes, name)
     run.print_broken()

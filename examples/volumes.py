@@ -25,7 +25,7 @@ from monai.data import CacheDataset, list_data_collate
 from monai.inferers import sliding_window_inference
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_confusion_matrix
-from volume_tables import SUFFIXES, check_header, make_data, read_table
+from volume_tables import SUFFIXES, check_header, make_data, parse_options, read_table
 
 from efficient_densenet import conversion_report, create_model, list_models, make_efficient
 
@@ -37,22 +37,10 @@ def parse(words: list[str] | None) -> argparse.Namespace:
     add("--images", type=Path, help="folder of the volumes; by default that of the CSV")
     models = [*list_models("densenet*"), "monai"]
     add("--model", metavar="NAME", default="densenet121", choices=models, help="a model of the zoo, or monai")
-    add("--patch", type=at_least(32), nargs=3, metavar="VOXELS", default=[96, 96, 96], help="size of a patch")
-    add(
-        "--patches",
-        type=at_least(1),
-        default=2,
-        help="patches drawn from a volume: a step has batch_size times as many",
-    )
     add("--accumulate", type=at_least(1), default=1, help="steps whose gradients are added before the weights change")
-    add("--spacing", type=float, nargs=3, metavar="MM", help="resample to voxels of this size first")
-    window = "intensities that become 0 and 1, such as Hounsfield units; by default the 1st and 99th percentile"
-    add("--window", type=float, nargs=2, metavar=("LOW", "HIGH"), help=window)
-    add("--cache", type=float, default=0.0, help="share of the volumes that are kept in memory")
-    add("--overlap", type=float, default=0.5, help="share by which windows overlap in inference")
     add("--maps", type=at_least(0), default=4, help="how many test volumes get a map")
     add("--resamples", type=at_least(1), default=1000, help="bootstrap samples for the 95 %% intervals")
-    return common.parse_options(parser, words, patch=[32, 32, 32], epochs=5)
+    return parse_options(parser, words, patch=96, epochs=5)
 
 
 def build(options: argparse.Namespace, num_classes: int) -> nn.Module:
@@ -108,7 +96,7 @@ def report(scores: Tensor, test: pd.DataFrame, classes: list[str], name: str, op
     scores, test = scores[is_read], test[is_read.numpy()]
     targets, found = torch.tensor(test["target"].to_numpy()), scores.argmax(1)
     predictions = test[["volume", "patient", "label"]].assign(predicted=[classes[i] for i in found])
-    predictions = predictions.join(pd.DataFrame(scores.numpy(), test.index, classes).round(4).add_prefix("p "))
+    predictions = predictions.join(pd.DataFrame(scores.numpy(), test.index, classes).add_prefix("p "))
     predictions.to_csv(options.out / "predictions.csv", index=False)
     matrix = multiclass_confusion_matrix(found, targets, len(classes)).numpy()
     pictures.confusion(options.out / "confusion.png", name, matrix, classes, "volumes")

@@ -7,6 +7,7 @@ train a small model by the programs' `Run`.
 import argparse
 import importlib
 import inspect
+import json
 import re
 import runpy
 import subprocess
@@ -21,6 +22,8 @@ import numpy as np
 import pytest
 from forks import ForkedDemo, fork_processes
 from PIL import Image
+
+from efficient_densenet import FCDenseNet
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 pytestmark = [pytest.mark.exhaustive, pytest.mark.filterwarnings("default")]
@@ -194,6 +197,50 @@ def test_what_fits_is_printed_before_anything_runs(tmp_path, monkeypatch, capsys
         assert int(shared[-1].replace(",", "")) > 2 * int(plain[-1].replace(",", ""))
     with pytest.raises(SystemExit, match="--card is 'big', but must be a number above 0"):
         program.main(["--data", str(data), *words[:-1], "big"])
+
+
+@pytest.mark.parametrize("cache", ["0", "1"])
+def test_odd_volumes_keep_their_voxels_and_spoilt_ones_are_left_out(cache, tmp_path, monkeypatch, capsys):
+    """Volumes smaller than a window are predicted on their own voxels; NaN and unknown labels are named."""
+    common, program = load("common"), load("segment_volumes")
+    import nibabel
+    import pandas as pd
+
+    monkeypatch.setattr(program, "create_model", lambda _, **given: FCDenseNet(4, (1, 1, 1), 8, **given))
+    data, out = write_data("segment_volumes", tmp_path), tmp_path / "out"
+    for sample in json.loads((data / "dataset.json").read_text())["training"]:
+        for file in sample.values():
+            volume = nibabel.load(data / file)
+            nibabel.save(volume.slicer[:30, :, :31], data / file)
+    words = "--pictures", "2", "--cache", cache, "--epochs", "1"
+    table = run(monkeypatch, "segment_volumes", data, out, *words)
+    assert table["volumes"].tolist() == [1, 1]
+    program.main(["--predict", str(data / "imagesTr"), "--out", str(out)])
+    shares = pd.read_csv(out / "predicted.csv").set_index("file")
+    for path in [*(out / "predicted").iterdir(), *(out / "labels").glob("*.nii.gz")]:
+        found, image = nibabel.load(path), nibabel.load(data / "imagesTr" / path.name)
+        assert found.shape == image.shape == (30, 32, 31)
+        np.testing.assert_allclose(found.affine, image.affine)
+        counts = np.bincount(np.asarray(found.dataobj).ravel(), minlength=3) / (30 * 32 * 31)
+        np.testing.assert_allclose(shares.loc[str(data / "imagesTr" / path.name)], counts, atol=1e-4)
+
+    settings = {"patch": [32] * 3, "patches": 1, "spacing": None, "window": None, "cache": 0.0, "workers": 0}
+    rows = pd.DataFrame({"image": [str(data / "imagesTr/organ_000.nii.gz")]})
+    (sample,) = load("volume_tables").make_data(rows, argparse.Namespace(**settings))
+    assert sample["image"].shape == (1, 30, 32, 31)
+
+    for place, name, value in (("imagesTr", "organ_001", np.nan), ("labelsTr", "organ_002", 7)):
+        path = data / place / f"{name}.nii.gz"
+        volume = nibabel.load(path)
+        values = np.array(volume.dataobj)
+        values[3, 4, 5] = value
+        nibabel.save(nibabel.Nifti1Image(values, volume.affine), path)
+    capsys.readouterr()
+    run(monkeypatch, "segment_volumes", data, tmp_path / "spoilt", *words)
+    assert common.Run.latest.broken.keys() == {str(data / f"imagesTr/organ_00{i}.nii.gz") for i in (1, 2)}
+    printed = capsys.readouterr().out
+    assert "it has voxels that are NaN or infinite" in printed
+    assert "its label has the value 7, but dataset.json has 0 to 2" in printed
 
 
 def table_of(folder: Path, columns: str, *rows: str) -> Path:
@@ -407,10 +454,15 @@ REFUSED: dict[str, list[tuple[Change, str]]] = {
         (_table(VOLUMES, "000.nii.gz,1", "001.nii.gz,"), "line 3: the label is blank"),
         (_table(VOLUMES, "b.nii.gz,1"), "b.nii.gz is missing"),
         (_file("000.nii.gz", b"no volume"), "000.nii.gz cannot be read (File "),
-        (_table(VOLUMES, "000.nii.gz,1"), "no volume of 1 is in "),
+        (_table(VOLUMES, "000.nii.gz,1"), "has the label 1 alone: give volumes of two classes"),
+        (_table(VOLUMES, "000.nii.gz,1", "001.nii.gz,2"), "no volume of "),
+        (_table(f"{VOLUMES},split", "000.nii.gz,1,val", "001.nii.gz,2,train"), "line 2: split is val, but must be tr"),
     ],
     "segment_volumes": [
         (_flat_volume(LABEL, 4, 4, 4), "the image's shape is (32, 32, 32) and the label's (4, 4, 4)"),
+        (_flat_volume(LABEL, 32, 32, 32), "the image and the label lie in other places, by their affines"),
+        (_flat_volume(LABEL.replace("labels", "images"), 32, 32, 32, 2), "but must have three dimensions"),
+        (_replaced("dataset.json", '"0": "CT"', '"0": "T1", "1": "T2"'), "three dimensions, and 2 modalities in a"),
         (lambda data: (data / LABEL).unlink(), "organ_002.nii.gz is missing, the label of a training volume"),
         (
             _replaced("dataset.json", '"2": "tumor"', '"3": "tumor"'),
