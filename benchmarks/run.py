@@ -35,6 +35,7 @@ USERS = (
     ("densenet121", "1x96x96x96", (2, 16)),
     ("fc_densenet103", "3x352x480", (1, 3)),
     ("fc_densenet56", "1x64x64x64", (1, 3)),
+    ("fc_densenet56", "1x32x32x32", (2, 24)),
 )
 """Models and images of their users, and batches for a processor and a card."""
 SWEEPS: dict[str, dict[str, Any]] = {
