@@ -103,6 +103,7 @@ def test_the_defaults_of_digits_and_of_other_data():
     assert (digits.depth, digits.n_epochs, digits.recipe, digits.engine) == (22, 20, "one_cycle", "best")
     assert (cifar.depth, cifar.growth_rate, cifar.n_epochs, cifar.recipe) == (100, 12, 300, "step")
     assert (zoo.depth, zoo.growth_rate) == (None, None)
+    assert parse({"data": "digits", "amp": "float32"}, "best") == digits
     for efficient, engine in ((True, "official"), (False, "plain"), ("checkpoint", "checkpoint")):
         assert parse({"efficient": efficient}, "official").engine == engine
 

@@ -20,6 +20,9 @@ CHANGEABLE = PER_CALL | {"data", "dataset", "save", "keep_bottleneck", "channels
 """Options that may change when a run is resumed: they change no number, or only its rounding. (With dropout,
 `channels_last` and `compile` draw other random numbers.)"""
 
+NONE = [("data", "digits"), ("amp", "float32")]
+"""Words for what is done without an option."""
+
 
 Switch = Annotated[bool, choice(True, False)]
 Text = Annotated[str, Rule("a path or a name", lambda value: isinstance(value, str) and value != "")]
@@ -35,7 +38,8 @@ class Options:
     Args:
         data: directory of images: CIFAR-10 or -100 in torchvision's layout, or train/ and test/ (or val/) with a folder
             of images for each class. One that is called cifar, cifar100 and so on and is absent or empty is filled by a
-            download; without this option, training is on the handwritten digits that ship with the package.
+            download; without this option, or by the word digits, training is on the handwritten digits that ship with
+            the package.
         save: directory of the results; by default checkpoints/ and a name made of data, model and engine.
         efficient: True for the memory-saving engine of this script, False for the plain network.
         dataset: cifar10, cifar100, fashion_mnist or mnist: which one to take from the directory, or to download into it
@@ -63,7 +67,7 @@ class Options:
         mirror: whether half of the training images are flipped horizontally; by default in CIFAR and image folders, and
             not where a flip changes the class, as in digits.
         seed: the same seed gives the same run, exactly on a CPU. None draws one, which config.json then has.
-        amp: bf16 or fp16 for automatic mixed precision.
+        amp: bf16 or fp16 for automatic mixed precision; float32 for none.
         keep_bottleneck: the shared engine keeps each layer's bottleneck for the backward instead of recomputing it:
             a faster step in more memory, with the same numbers. False recomputes each; by default those are kept that
             leave the peak as it is.
@@ -143,7 +147,7 @@ def check_option(name: str, value: Any) -> None:
 
 def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
-    options = Options(**given)
+    options = Options(**{name: None if (name, value) in NONE else value for name, value in given.items()})
     if isinstance(options.model, str) and options.model not in VARIANTS:
         create_model(options.model)  # raises an error that lists the names, but for one that labels pixels
     for name, value in asdict(options).items():
