@@ -1,6 +1,6 @@
 """Measure again what the pages show of this processor, and make their tables and figures from it.
 
-    python benchmarks/again.py                  about an hour on two slow cores
+    python benchmarks/again.py                  about an hour on two cores
     python benchmarks/again.py --only crossover
     python benchmarks/again.py --cifar cifar    and an hour more, in which it trains on a folder of CIFAR-10's images
 

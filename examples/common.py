@@ -1,7 +1,6 @@
 """Parts that the programs share: options, what is checked first, what fits the card, checkpoints, splits, AUROC."""
 
 import argparse
-import copy
 import difflib
 import functools
 import inspect
@@ -351,10 +350,9 @@ class Run:
         self.epoch, self.steps, self.broken = 1, 0, dict[str, str]()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.network: nn.Module = model
-        self.local_model, self.refusals = model, dict[torch.Size, str]()
+        self.refusals = dict[torch.Size, str]()
         if WORLD_SIZE > 1 and optimizer:
             if options.sync_bn:
-                self.local_model = copy.deepcopy(model)
                 synchronize_norms(model, None)
             self.network = nn.parallel.DistributedDataParallel(model)
         self.scaler = torch.amp.GradScaler(DEVICE.type, enabled=options.precision == "fp16")
@@ -415,14 +413,14 @@ class Run:
     def _trains_on(self, batch: Any) -> bool:
         """Whether a batch has enough for norms: of one sample the smallest feature map may have a single pixel."""
         inputs = batch["image"] if isinstance(batch, dict) else batch[0]
-        if len(inputs) > 1:
+        if len(inputs) > 1 or self.options.sync_bn:  # of which other processes have one, too
             return True
         if inputs.shape not in self.refusals:  # a first forward, which changes nothing
-            buffers = {name: buffer.clone() for name, buffer in self.local_model.named_buffers()}
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             self.refusals[inputs.shape] = ""
             try:
                 with torch.no_grad(), torch.random.fork_rng([LOCAL_RANK] if DEVICE.type == "cuda" else []):
-                    functional_call(self.local_model.train(), buffers, inputs.as_subclass(Tensor).to(DEVICE))
+                    functional_call(self.model.train(), buffers, inputs.as_subclass(Tensor).to(DEVICE))
             except ValueError as error:
                 self.refusals[inputs.shape] = reason = first_line(error)
                 self.bar.write(f"note: a batch of one, another in each epoch, is left out ({reason})", sys.stderr)

@@ -147,7 +147,8 @@ def check_option(name: str, value: Any) -> None:
 
 def parse(given: dict[str, Any], efficient_engine: str) -> RunOptions:
     """Check the `given` options and fill in the defaults; `efficient_engine` is what --efficient True means."""
-    options = Options(**{name: None if (name, value) in NONE else value for name, value in given.items()})
+    words: dict[str, Any] = {name: None if (name, value) in NONE else value for name, value in given.items()}
+    options = Options(**words)
     if isinstance(options.model, str) and options.model not in VARIANTS:
         create_model(options.model)  # raises an error that lists the names, but for one that labels pixels
     for name, value in asdict(options).items():
