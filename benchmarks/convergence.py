@@ -45,7 +45,7 @@ def converge(
     """
     if results.of_this_commit(results.read_others(FOLDER / "measured.csv", "commit")):
         return
-    folder = results.ROOT / runs / results.commit().rstrip("+")
+    folder = results.ROOT / runs / results.commit()
     subset = _subset(Path(data).resolve(), folder / "images", images)
 
     def train(seed_and_name: tuple[int, str]) -> None:
