@@ -4,8 +4,8 @@
     python benchmarks/again.py --only crossover
     python benchmarks/again.py --cifar cifar    and nine runs of training on a folder of CIFAR-10's images
 
-The tree must be clean, since the captions name its commit. What that commit has measured already is left out: so an
-interrupted run goes on where it was, and a second run changes no file.
+The tree must be clean, since the captions name its commit. What was measured at that commit on this processor is left
+out: so an interrupted run goes on where it was, and a second run changes no file.
 """
 
 import glob

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from comparison import Measurement
 from methods import Setting
+from worker import device_name
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -166,9 +167,11 @@ def write(path: Path, measured: list[dict[str, Any]]) -> None:
 
 
 def of_this_commit(rows: list[Row]) -> list[Row]:
-    """The rows that need not be measured again."""
-    now = commit()
-    return [row for row in rows if row["commit"] == now and "+" not in now and INTERRUPTED not in row.get("note", "")]
+    """The rows that need not be measured again: those of this commit, on this processor or GPU."""
+    now, kinds = commit(), ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    devices = {device_name(torch.device(kind)) for kind in kinds}
+    here = [row for row in rows if row["commit"] == now and "+" not in now and row["device_name"] in devices]
+    return [row for row in here if INTERRUPTED not in row.get("note", "")]
 
 
 def has(path: Path, setting: Setting, methods: list[str], rounds: int) -> bool:

@@ -88,8 +88,13 @@ def test_the_crossover_is_measured(tmp_path):
 
 def test_what_a_commit_has_measured_is_not_measured_again(tmp_path, monkeypatch):
     path, methods = tmp_path / "cpu.csv", ["plain", "shared"]
-    measured = {method: Measurement(tensor_peak=8, times=[0.1, 0.2], ratios=[1.0, 1.0]) for method in methods}
+    name = worker.device_name(torch.device("cpu"))
+    here = Measurement(tensor_peak=8, times=[0.1, 0.2], ratios=[1.0, 1.0], device_name=name)
+    measured = {method: replace(here) for method in methods}
+    results.merge(path, results.make(TINY, {"plain": replace(here, device_name="another")}), missing=True)
+    assert not results.has(path, TINY, ["plain"], rounds=2)
     results.merge(path, results.make(TINY, measured), missing=True)
+    assert [row["device_name"] for row in results.read(path)] == [name] * 2  # the other processor's is gone
     assert results.has(path, TINY, methods, rounds=2)
     assert not results.has(path, TINY, methods, rounds=3)
     assert not results.has(path, TINY, [*methods, "official"], rounds=2)
