@@ -68,6 +68,18 @@ def test_dropout_with_weights_in_any_order(dims, dtype, channels_last, changed, 
         _assert_draws_plain_s_numbers(plain, x)
 
 
+def test_dropout_where_settings_change_between_steps(monkeypatch):
+    """A memory format that was found under other settings may not be PyTorch's any more: of volumes it is not."""
+    plain = DenseBlock(2, 3, 4, 4, drop_rate=0.3, efficient=False, dims=3)
+    for layer in plain.children():
+        layer.conv2.weight.data = _stored_as_hwoi(layer.conv2.weight.data)
+    x = torch.randn(2, 3, 5, 5, 5).contiguous(memory_format=torch.channels_last_3d)
+    for threads, onednn in ((2, True), (1, True), (2, False), (2, True)):
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", onednn)
+        torch.set_num_threads(threads)
+        _assert_draws_plain_s_numbers(plain, x)
+
+
 @pytest.mark.parametrize("dims", [2, 3])
 def test_dropout_after_a_bottleneck_of_one_channel(dims):
     """PyTorch's batch norm returns it with contiguous strides. Of ten layers, so that masks have two bytes."""
