@@ -19,6 +19,7 @@ import rows as results
 from options import run_command
 
 FEW = "plain,shared,shared_keep,shared_portable,checkpoint,official,torchvision_efficient,torchvision_converted"
+BF16 = "plain,shared,shared_keep"
 MEASUREMENTS = [
     f"run.py --threads 2 --allocator tcmalloc --missing {options}"
     for options in (
@@ -27,7 +28,7 @@ MEASUREMENTS = [
         "--sweep users --rounds 3",
         "--sweep activations",
         *(
-            f"--model {model} --layout contiguous,channels_last --precision bf16 --rounds 5 --methods plain,shared"
+            f"--model {model} --precision bf16 --layout contiguous,channels_last --rounds 5 --methods {BF16}"
             for model in ("densenet_bc_100_12 --batch_size 64", "densenet121 --batch_size 16")
         ),
         *(
