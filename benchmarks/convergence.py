@@ -27,7 +27,7 @@ SETTINGS = "--depth 40 --recipe one_cycle --weight_decay 5e-4 --device cpu --res
 
 def converge(
     data: str,
-    epochs: int = 30,
+    epochs: int = 20,
     seeds: int = 3,
     images: int = 500,
     allocator: str = "tcmalloc",
