@@ -110,7 +110,7 @@ def test_what_a_commit_has_measured_is_not_measured_again(tmp_path, monkeypatch)
 def test_tables_of_uncommitted_code_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "commit", lambda: "1234567+")
     path, page = tmp_path / "cpu.csv", tmp_path / "page.md"
-    measured = {"plain": Measurement(tensor_peak=8, device_name="CPU")}
+    measured = {"plain": Measurement(tensor_peak=8, device_name=worker.device_name(torch.device("cpu")))}
     results.merge(path, results.make(TINY, measured))
     assert not results.has(path, TINY, ["plain"], rounds=0)
     page.write_text(text := f"<!-- python benchmarks/table.py {path} -->\n")
